@@ -1,0 +1,115 @@
+"""The stored state of one submitted command, as every layer speaks of it."""
+
+import traceback
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from pydantic import BaseModel, ConfigDict
+
+from tinsmith.protocol.errors import Category, InternalError, ReasonCode, TinsmithError, error_of
+from tinsmith.protocol.training import Kind
+
+MAX_MESSAGE = 1024  # characters of a failure's message
+MAX_DIAGNOSTIC = 64 * 1024  # of its traceback, whose tail is kept
+
+
+class State(StrEnum):
+    """pending -> running -> completed | failed | cancelled; running -> pending only when another replica takes the lane over."""
+
+    PENDING = "pending"
+    RUNNING = "running"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    VOID = "void"  # of a lane's entry only: a seq that will never come
+
+    @property
+    def is_terminal(self) -> bool:
+        return self not in (State.PENDING, State.RUNNING)
+
+
+class Failure(BaseModel):
+    """Why a command failed. `diagnostic` is for the server's log alone; no caller ever receives it."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    reason: ReasonCode
+    message: str
+    category: Category
+    details: list[str] | None = None
+    diagnostic: str | None = None
+
+    @classmethod
+    def of(cls, error: BaseException) -> "Failure":
+        """A typed error keeps its reason; anything else is an internal error whose text stays in the diagnostic."""
+        if isinstance(error, TinsmithError):
+            line = " ".join(error.message.split())[:MAX_MESSAGE]
+            return cls(reason=error.reason, message=line, category=error.category)
+        trace = "".join(traceback.format_exception(error))[-MAX_DIAGNOSTIC:]
+        return cls(
+            reason=InternalError.reason,
+            message=f"the server failed while running this command ({type(error).__name__}); the log has the details",
+            category=InternalError.category,
+            diagnostic=trace,
+        )
+
+    def error(self) -> TinsmithError:
+        return error_of(self.reason, self.message)
+
+
+@dataclass(frozen=True, slots=True)
+class FutureRecord:
+    """failed or cancelled implies a failure and no result; completed implies a result; times are the store's clock in ms."""
+
+    rid: str
+    tenant: str
+    session: str
+    lane: str
+    seq: int | str
+    kind: Kind
+    digest: str
+    state: State
+    submitted_ms: int
+    started_ms: int | None = None
+    ended_ms: int | None = None
+    failure: Failure | None = None
+    result_size: int | None = None
+    fetched_ms: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """A catalog record that becomes visible together with an operation on a lane. `value` None deletes."""
+
+    table: str
+    id: str
+    value: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What running one command came to. Exactly one of result and failure is set.
+
+    tainted: the adapter may hold half an effect and must be rebuilt before the next command of its lane.
+    artifact: the durable artifact that a save made. writes: records that the settle makes visible.
+    """
+
+    result: bytes | None = None
+    failure: Failure | None = None
+    tainted: bool = False
+    artifact: str | None = None
+    writes: tuple[Write, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        if (self.result is None) == (self.failure is None):
+            raise ValueError("an outcome has a result or a failure, and not both")
+
+    @property
+    def state(self) -> State:
+        if self.failure is None:
+            return State.COMPLETED
+        return State.CANCELLED if self.failure.reason is ReasonCode.CANCELLED else State.FAILED
+
+    @classmethod
+    def failed(cls, error: BaseException, *, tainted: bool) -> "Outcome":
+        return cls(failure=Failure.of(error), tainted=tainted)

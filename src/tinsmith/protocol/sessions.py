@@ -1,0 +1,94 @@
+"""Facts about base models, and the records of sessions, models, samplers and checkpoints that the catalog keeps."""
+
+from enum import StrEnum
+
+from pydantic import BaseModel, ConfigDict
+
+from tinsmith.protocol.training import LoraConfig
+
+
+class Kept(BaseModel):
+    """Base of the catalog's records: frozen; fields of a newer writer are ignored."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class BaseModelInfo(Kept):
+    """A base model as the server resolved it at start. `path` is a directory on this server and never leaves it."""
+
+    name: str
+    path: str
+    max_context: int
+    vocab_size: int
+    tied_embeddings: bool
+    eos_token_ids: tuple[int, ...]
+
+
+class SessionRecord(Kept):
+    tenant: str
+    session_id: str
+    created_ms: int
+    tags: list[str] = []
+    user_metadata: dict[str, str] | None = None
+    sdk_version: str | None = None
+    project_id: str | None = None
+    display_name: str | None = None
+    ended_ms: int | None = None
+    end_reason: str | None = None
+
+
+class ModelRecord(Kept):
+    """A training run; its id is also the id of its lane."""
+
+    tenant: str
+    session_id: str
+    model_id: str
+    base_model: str
+    lora: LoraConfig
+    created_ms: int
+    user_metadata: dict[str, str] | None = None
+    ended_ms: int | None = None
+
+
+class SamplerRecord(Kept):
+    """A sampling session: a base model, with the frozen artifact of an adapter or without."""
+
+    tenant: str
+    session_id: str
+    sampler_id: str
+    base_model: str
+    model_path: str | None = None
+    artifact: str | None = None
+    created_ms: int
+
+
+class CheckpointKind(StrEnum):
+    """The middle segment of a tinker:// path."""
+
+    TRAINING = "weights"
+    SAMPLER = "sampler_weights"
+
+
+class CheckpointRecord(Kept):
+    """A named, durable artifact. Its catalog id is "<run>/<kind>/<name>"."""
+
+    tenant: str
+    session_id: str
+    run_id: str
+    kind: CheckpointKind
+    name: str
+    artifact: str
+    base_model: str
+    lora: LoraConfig
+    created_ms: int
+    size_bytes: int
+    expires_ms: int | None = None
+    user_metadata: dict[str, str] | None = None
+
+    @property
+    def path(self) -> str:
+        return checkpoint_path(self.run_id, self.kind, self.name)
+
+
+def checkpoint_path(run_id: str, kind: CheckpointKind, name: str) -> str:
+    return f"tinker://{run_id}/{kind}/{name}"

@@ -1,0 +1,131 @@
+"""Catalog: what the cluster knows of sessions, models, samplers and checkpoints, by tenant, over a `Store`.
+
+Every look-up takes the tenant, so a foreign id is unknown by construction. Records that belong to a command (a model to its creation, a
+checkpoint to its save) are not written here but together with the lane's own change: `*_write` builds them.
+"""
+
+from typing import TypeVar
+
+from tinsmith.protocol.errors import NotFound, SessionEnded, ValidationFailed
+from tinsmith.protocol.futures import Write
+from tinsmith.protocol.sessions import CheckpointKind, CheckpointRecord, Kept, ModelRecord, SamplerRecord, SessionRecord
+from tinsmith.state.store import Store
+
+_TENANTS = "system/tenants"
+_SCHEME = "tinker://"
+_Record = TypeVar("_Record", bound=Kept)
+
+
+def model_write(record: ModelRecord) -> Write:
+    return _write(f"{record.tenant}/models", record.model_id, record)
+
+
+def sampler_write(record: SamplerRecord) -> Write:
+    return _write(f"{record.tenant}/samplers", record.sampler_id, record)
+
+
+def checkpoint_write(record: CheckpointRecord) -> Write:
+    return _write(f"{record.tenant}/checkpoints", f"{record.run_id}/{record.kind}/{record.name}", record)
+
+
+class Catalog:
+    """Typed look-ups and the few writes that are no part of a command."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    async def tenants(self) -> list[str]:
+        return sorted(await self._store.list(_TENANTS))
+
+    async def add_session(self, record: SessionRecord) -> None:
+        await self._store.put(_TENANTS, record.tenant, b"")
+        await self._store.put(f"{record.tenant}/sessions", record.session_id, _encode(record), expect=0)
+        await self.beat(record.tenant, record.session_id, record.created_ms)
+
+    async def session(self, tenant: str, session_id: str) -> SessionRecord:
+        """Raises NotFound."""
+        return await self._get(f"{tenant}/sessions", session_id, SessionRecord, "session")
+
+    async def live_session(self, tenant: str, session_id: str) -> SessionRecord:
+        """Raises NotFound, SessionEnded."""
+        record = await self.session(tenant, session_id)
+        if record.ended_ms is not None:
+            raise SessionEnded(f"session {session_id} has ended ({record.end_reason}); create a new one")
+        return record
+
+    async def sessions(self, tenant: str) -> list[SessionRecord]:
+        return await self._all(f"{tenant}/sessions", SessionRecord)
+
+    async def end_session(self, tenant: str, session_id: str, *, reason: str, now_ms: int) -> SessionRecord:
+        """Mark the session as ended; the first reason wins. Raises NotFound, StateContention."""
+        table = f"{tenant}/sessions"
+        held = await self._store.get(table, session_id)
+        if held is None:
+            raise NotFound(f"session {session_id!r} is unknown")
+        record = SessionRecord.model_validate_json(held.value)
+        if record.ended_ms is None:
+            record = record.model_copy(update={"ended_ms": now_ms, "end_reason": reason})
+            await self._store.put(table, session_id, _encode(record), expect=held.version)
+        await self._store.delete(f"{tenant}/beats", session_id)
+        return record
+
+    async def beat(self, tenant: str, session_id: str, now_ms: int) -> None:
+        """Note a sign of life."""
+        await self._store.put(f"{tenant}/beats", session_id, b"%d" % now_ms)
+
+    async def beats(self, tenant: str) -> dict[str, int]:
+        """Last sign of life of each live session, ms."""
+        return {session_id: int(held.value) for session_id, held in (await self._store.list(f"{tenant}/beats")).items()}
+
+    async def model(self, tenant: str, model_id: str) -> ModelRecord:
+        """Raises NotFound."""
+        return await self._get(f"{tenant}/models", model_id, ModelRecord, "model")
+
+    async def models(self, tenant: str) -> list[ModelRecord]:
+        return await self._all(f"{tenant}/models", ModelRecord)
+
+    async def add_sampler(self, record: SamplerRecord) -> None:
+        """Idempotent: the first record of an id stays."""
+        write = sampler_write(record)
+        if await self._store.get(write.table, write.id) is None and write.value is not None:
+            await self._store.put(write.table, write.id, write.value)
+
+    async def sampler(self, tenant: str, sampler_id: str) -> SamplerRecord:
+        """Raises NotFound."""
+        return await self._get(f"{tenant}/samplers", sampler_id, SamplerRecord, "sampling session")
+
+    async def samplers(self, tenant: str) -> list[SamplerRecord]:
+        return await self._all(f"{tenant}/samplers", SamplerRecord)
+
+    async def checkpoint(self, tenant: str, path: str) -> CheckpointRecord:
+        """Resolve "tinker://<run>/<kind>/<name>". Raises ValidationFailed (malformed), NotFound."""
+        run_id, kind, name = split_path(path)
+        return await self._get(f"{tenant}/checkpoints", f"{run_id}/{kind}/{name}", CheckpointRecord, "checkpoint")
+
+    async def checkpoints(self, tenant: str) -> list[CheckpointRecord]:
+        return await self._all(f"{tenant}/checkpoints", CheckpointRecord)
+
+    async def _get(self, table: str, id: str, kind: type[_Record], what: str) -> _Record:
+        held = await self._store.get(table, id)
+        if held is None:
+            raise NotFound(f"{what} {id!r} is unknown")
+        return kind.model_validate_json(held.value)
+
+    async def _all(self, table: str, kind: type[_Record]) -> list[_Record]:
+        return [kind.model_validate_json(held.value) for held in (await self._store.list(table)).values()]
+
+
+def split_path(path: str) -> tuple[str, CheckpointKind, str]:
+    """(run id, kind, name) of a tinker:// path. Raises ValidationFailed."""
+    segments = path.removeprefix(_SCHEME).split("/")
+    if not path.startswith(_SCHEME) or len(segments) != 3 or segments[1] not in list(CheckpointKind):
+        raise ValidationFailed(f"path: {path[:200]!r} is not of the form tinker://<run>/<weights|sampler_weights>/<name>")
+    return segments[0], CheckpointKind(segments[1]), segments[2]
+
+
+def _encode(record: Kept) -> bytes:
+    return record.model_dump_json().encode()
+
+
+def _write(table: str, id: str, record: Kept) -> Write:
+    return Write(table, id, _encode(record))
