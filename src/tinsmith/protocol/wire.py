@@ -1,0 +1,359 @@
+"""Bytes and messages: how commands and results lie in the store, and the binary bodies of the Tinker wire.
+
+The only module that knows protobuf and zstd. Knows nothing of HTTP, tenants or lanes. Encodings are deterministic: equal commands give
+equal bytes, so a digest over them is a digest over the decoded command, however it travelled.
+
+What a caller sent raises a user error that names the field and the remedy; bytes that the server itself has stored raise whatever
+their parser raises.
+"""
+
+import hashlib
+import io
+import json
+from array import array
+from base64 import b64decode, b64encode
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby, pairwise
+from math import isnan, nan, prod
+
+import zstandard
+from google.protobuf.message import DecodeError
+
+from tinsmith.protocol import tinker_pb2 as pb
+from tinsmith.protocol.errors import InvalidRequest, PayloadTooLarge, ValidationFailed
+from tinsmith.protocol.inputs import Datum, ModelInput, TextChunk
+from tinsmith.protocol.sampling import Sample, SampledSequence, SampleOutput, SamplingParams, StopReason
+from tinsmith.protocol.tensors import Csr, DType, Tensor, float32_values, int32_values, int64_values
+from tinsmith.protocol.training import (
+    Compute,
+    ComputeOutput,
+    CreateModel,
+    Kind,
+    LoadWeights,
+    Message,
+    OptimStep,
+    SaveWeights,
+    SaveWeightsForSampler,
+    TrainingCommand,
+)
+from tinsmith.protocol.wire_bounds import MAX_DECODED, MAX_ZSTD_WINDOW, check_forward_backward
+
+ARRAY_RECORD = "ArrayRecord"
+NO_LOGPROB = -99999.0  # fills the empty cells of a top-k table, beside token 0
+
+_DTYPE_TO_WIRE = {DType.FLOAT32: pb.DTYPE_FLOAT32, DType.INT64: pb.DTYPE_INT64}
+_DTYPE_OF_WIRE = {wire: dtype for dtype, wire in _DTYPE_TO_WIRE.items()}
+_STOP_TO_WIRE = {StopReason.STOP: pb.STOP_REASON_STOP, StopReason.LENGTH: pb.STOP_REASON_LENGTH}
+_STOP_OF_WIRE = {wire: stop for stop, wire in _STOP_TO_WIRE.items()}
+_JSON_COMMANDS: dict[Kind, type[CreateModel | LoadWeights | OptimStep | SaveWeights | SaveWeightsForSampler]] = {
+    model.kind: model for model in (CreateModel, LoadWeights, OptimStep, SaveWeights, SaveWeightsForSampler)
+}
+
+
+# Commands, as they lie in the store.
+
+
+def encode_command(command: TrainingCommand | Sample) -> bytes:
+    """Deterministic; `decode_command` gives back an equal command."""
+    if isinstance(command, Compute):
+        return _compute_message(command).SerializeToString(deterministic=True)
+    if isinstance(command, Sample):
+        return _encode_sample(command)
+    return _canonical_json(command)
+
+
+def decode_command(kind: Kind, body: bytes) -> TrainingCommand | Sample:
+    if kind in (Kind.FORWARD, Kind.FORWARD_BACKWARD):
+        return _compute(pb.ForwardBackwardRequest.FromString(body))
+    if kind is Kind.SAMPLE:
+        return _decode_sample(body)
+    return _JSON_COMMANDS[kind].model_validate_json(body)
+
+
+def digest(command: TrainingCommand | Sample) -> str:
+    """sha256 over the decoded command: equal for equal commands, whether they came as JSON, protobuf or compressed."""
+    return digest_of(command.kind, encode_command(command))
+
+
+def digest_of(kind: Kind, encoded: bytes) -> str:
+    """`digest` of a command that is encoded already."""
+    hashed = hashlib.sha256(kind.encode() + b"\0")
+    hashed.update(encoded)
+    return hashed.hexdigest()
+
+
+def _canonical_json(command: Message) -> bytes:
+    return json.dumps(command.model_dump(mode="json"), sort_keys=True, separators=(",", ":")).encode()
+
+
+def _encode_sample(sample: Sample) -> bytes:
+    header = {
+        "prompt": [b64encode(chunk.tokens).decode() for chunk in sample.prompt.chunks],
+        "params": sample.params.model_dump(mode="json"),
+        "num_samples": sample.num_samples,
+        "adapter": sample.adapter,
+        "prompt_logprobs": sample.prompt_logprobs,
+        "topk_prompt_logprobs": sample.topk_prompt_logprobs,
+    }
+    return json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _decode_sample(body: bytes) -> Sample:
+    header = json.loads(body)
+    prompt = ModelInput(tuple(TextChunk(b64decode(tokens)) for tokens in header.pop("prompt")))
+    return Sample(prompt=prompt, params=SamplingParams.model_validate(header.pop("params")), **header)
+
+
+# forward and forward_backward.
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBackward:
+    """A decoded request for a forward pass, with or without backward."""
+
+    model_id: str
+    seq_id: int
+    compute: Compute
+
+
+def decode_forward_backward(body: bytes) -> ForwardBackward:
+    """A protobuf request. Raises PayloadTooLarge, InvalidRequest or ValidationFailed before anything large is built."""
+    check_forward_backward(body)
+    try:
+        message = pb.ForwardBackwardRequest.FromString(body)
+    except DecodeError as error:
+        raise InvalidRequest("body: no valid protobuf message; send a ForwardBackwardRequest") from error
+    return ForwardBackward(message.model_id, message.seq_id, _compute(message))
+
+
+def decompress(body: bytes, limit: int = MAX_DECODED) -> bytes:
+    """A zstd body of at most `limit` bytes decoded. Raises PayloadTooLarge, InvalidRequest."""
+    decoded = decompress_head(body, limit + 1)
+    if len(decoded) > limit:
+        raise PayloadTooLarge(f"body: more than {limit} bytes decompressed; send the data in smaller chunks")
+    # A reader of a stream takes a cut frame for a short one; most frames announce their size (-1: this one does not).
+    if len(decoded) < _announced_size(body):
+        raise InvalidRequest("body: the zstd frame is cut off; send it whole")
+    return decoded
+
+
+def decompress_head(body: bytes, size: int) -> bytes:
+    """Up to `size` first bytes of a zstd body, streamed, so a small body cannot unfold into memory. Raises InvalidRequest."""
+    decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_ZSTD_WINDOW)
+    try:
+        with decompressor.stream_reader(io.BytesIO(body), read_across_frames=True) as stream:
+            return stream.read(size)
+    except zstandard.ZstdError as error:
+        raise InvalidRequest(
+            f"body: no zstd that this server reads ({error}); compress with a window of at most {MAX_ZSTD_WINDOW} bytes"
+        ) from error
+
+
+def _announced_size(body: bytes) -> int:
+    try:
+        return zstandard.frame_content_size(body)
+    except zstandard.ZstdError as error:
+        raise InvalidRequest("body: no zstd frame; send one, or no Content-Encoding") from error
+
+
+def _compute_message(command: Compute) -> pb.ForwardBackwardRequest:
+    message = pb.ForwardBackwardRequest(loss_fn=command.loss_fn, forward_only=not command.backward)
+    for key, value in command.loss_fn_config.items():
+        if isinstance(value, str):
+            message.loss_fn_config_v2[key].text = value
+        else:
+            message.loss_fn_config_v2[key].number = value
+    for datum in command.data:
+        written = message.data.add()
+        for chunk in datum.model_input.chunks:
+            written.model_input.add().encoded_text.tokens = chunk.tokens
+        for name, tensor in datum.loss_fn_inputs.items():
+            _write_tensor(written.loss_fn_inputs[name], tensor)
+    return message
+
+
+def _compute(message: pb.ForwardBackwardRequest) -> Compute:
+    return Compute(
+        data=tuple(_datum(datum, f"data[{index}]") for index, datum in enumerate(message.data)),
+        loss_fn=message.loss_fn,
+        loss_fn_config=_loss_config(message),
+        backward=not message.forward_only,
+    )
+
+
+def _loss_config(message: pb.ForwardBackwardRequest) -> dict[str, float | str]:
+    if not message.loss_fn_config_v2:
+        return dict(sorted(message.loss_fn_config.items()))
+    config: dict[str, float | str] = {}
+    for key, value in sorted(message.loss_fn_config_v2.items()):
+        if value.WhichOneof("value") is None:
+            raise ValidationFailed(f"loss_fn_config.{key}: has no value; send a number or a text")
+        config[key] = value.text if value.HasField("text") else value.number
+    return config
+
+
+def _datum(message: pb.Datum, field: str) -> Datum:
+    chunks = tuple(_chunk(chunk, f"{field}.model_input") for chunk in message.model_input)
+    names = sorted(message.loss_fn_inputs)
+    tensors = {name: _tensor(message.loss_fn_inputs[name], f"{field}.loss_fn_inputs.{name}") for name in names}
+    return Datum(ModelInput(chunks), tensors)
+
+
+def _chunk(message: pb.Chunk, field: str) -> TextChunk:
+    kind = message.WhichOneof("chunk")
+    if kind != "encoded_text":
+        raise ValidationFailed(f"{field}: a chunk of kind {kind or 'none'} is not supported here; send encoded_text chunks")
+    tokens = message.encoded_text.tokens
+    if len(tokens) % 4:
+        raise ValidationFailed(f"{field}: {len(tokens)} bytes are no whole number of int32 tokens")
+    return TextChunk(tokens)
+
+
+def _write_tensor(message: pb.Tensor, tensor: Tensor) -> None:
+    message.dtype = _DTYPE_TO_WIRE[tensor.dtype]
+    message.shape.extend(tensor.shape)
+    if tensor.csr is None:
+        message.dense = tensor.data
+    else:
+        message.sparse_csr.values = tensor.data
+        message.sparse_csr.crow_indices = tensor.csr.crow
+        message.sparse_csr.col_indices = tensor.csr.col
+
+
+def _tensor(message: pb.Tensor, field: str) -> Tensor:
+    dtype = _DTYPE_OF_WIRE.get(message.dtype)
+    if dtype is None:
+        raise ValidationFailed(f"{field}: dtype {message.dtype} is not supported; send float32 or int64")
+    if message.HasField("sparse_csr"):
+        sparse = message.sparse_csr
+        tensor = Tensor(dtype, tuple(message.shape), sparse.values, Csr(sparse.crow_indices, sparse.col_indices))
+    else:
+        # A tensor without a shape is a vector.
+        shape = tuple(message.shape) or (len(message.dense) // dtype.itemsize,)
+        tensor = Tensor(dtype, shape, message.dense)
+    return tensor.check(field)
+
+
+def encode_compute_output(output: ComputeOutput) -> bytes:
+    """A ForwardBackwardOutput with one record a datum in order; neighbours of equal trailing shape share an array record."""
+    message = pb.ForwardBackwardOutput(loss_fn_output_type=ARRAY_RECORD, metrics=output.metrics)
+    for trailing, tensors in groupby(output.logprobs, key=lambda tensor: tensor.shape[1:]):
+        _write_record(message.loss_fn_outputs.add(), trailing, list(tensors))
+    return message.SerializeToString(deterministic=True)
+
+
+def _write_record(record: pb.ArrayRecord, trailing: tuple[int, ...], tensors: Sequence[Tensor]) -> None:
+    record.type_tag = ARRAY_RECORD
+    record.num_datums = len(tensors)
+    field = record.fields["logprobs"]
+    field.dtype = _DTYPE_TO_WIRE[DType.FLOAT32]
+    field.data = b"".join(tensor.data for tensor in tensors)
+    field.offsets = array("q", accumulate((len(tensor.data) for tensor in tensors), initial=0)).tobytes()
+    field.trailing_shape.extend(trailing)
+
+
+def decode_compute_output(encoded: bytes) -> ComputeOutput:
+    """What `encode_compute_output` was given."""
+    message = pb.ForwardBackwardOutput.FromString(encoded)
+    logprobs = [tensor for record in message.loss_fn_outputs for tensor in _record_tensors(record.fields["logprobs"])]
+    return ComputeOutput(tuple(logprobs), dict(message.metrics))
+
+
+def _record_tensors(field: pb.BatchedTensor) -> list[Tensor]:
+    offsets = int64_values(field.offsets)
+    trailing = tuple(field.trailing_shape)
+    row = DType.FLOAT32.itemsize * prod(trailing)
+    return [
+        Tensor(DType.FLOAT32, ((end - start) // row if row else 0, *trailing), field.data[start:end]) for start, end in pairwise(offsets)
+    ]
+
+
+def compute_output_json(encoded: bytes) -> bytes:
+    """The JSON form of an encoded ForwardBackwardOutput, for SDKs that read no protobuf (they do read Python's Infinity and NaN)."""
+    output = decode_compute_output(encoded)
+    records = [
+        {"logprobs": {"data": float32_values(tensor.data).tolist(), "dtype": tensor.dtype, "shape": tensor.shape}}
+        for tensor in output.logprobs
+    ]
+    return json.dumps({"loss_fn_output_type": ARRAY_RECORD, "loss_fn_outputs": records, "metrics": output.metrics}).encode()
+
+
+# Samples.
+
+
+def encode_sample_output(output: SampleOutput) -> bytes:
+    """A SampleResponse. Absent prompt log-probs become NaN, absent top-k cells (0, -99999)."""
+    message = pb.SampleResponse()
+    for sequence in output.sequences:
+        message.sequences.add(
+            stop_reason=_STOP_TO_WIRE[sequence.stop_reason],
+            tokens=array("i", sequence.tokens).tobytes(),
+            logprobs=array("f", sequence.logprobs).tobytes(),
+        )
+    if output.prompt_logprobs is not None:
+        message.prompt_logprobs = array("f", (nan if value is None else value for value in output.prompt_logprobs)).tobytes()
+    if output.topk_prompt_logprobs is not None:
+        _write_topk(message.topk_prompt_logprobs, output.topk_prompt_logprobs)
+    if output.target_prompt_logprobs is not None:
+        _write_tensor(message.target_prompt_logprobs, output.target_prompt_logprobs)
+    return message.SerializeToString(deterministic=True)
+
+
+def decode_sample_output(encoded: bytes) -> SampleOutput:
+    """What `encode_sample_output` was given, in float32; a row of a top-k table without any cell comes back as None."""
+    message = pb.SampleResponse.FromString(encoded)
+    return SampleOutput(
+        sequences=[
+            SampledSequence(
+                tokens=int32_values(sequence.tokens).tolist(),
+                logprobs=float32_values(sequence.logprobs).tolist(),
+                stop_reason=_STOP_OF_WIRE[sequence.stop_reason],
+            )
+            for sequence in message.sequences
+        ],
+        prompt_logprobs=(
+            [None if isnan(value) else value for value in float32_values(message.prompt_logprobs)]
+            if message.HasField("prompt_logprobs")
+            else None
+        ),
+        topk_prompt_logprobs=_topk(message.topk_prompt_logprobs) if message.HasField("topk_prompt_logprobs") else None,
+        target_prompt_logprobs=(
+            _tensor(message.target_prompt_logprobs, "target_prompt_logprobs") if message.HasField("target_prompt_logprobs") else None
+        ),
+    )
+
+
+def sample_output_json(encoded: bytes) -> bytes:
+    """The JSON form of an encoded SampleResponse, for SDKs that read no protobuf."""
+    output = decode_sample_output(encoded)
+    return json.dumps(
+        {
+            "type": "sample",
+            "sequences": [
+                {"stop_reason": sequence.stop_reason, "tokens": sequence.tokens, "logprobs": sequence.logprobs}
+                for sequence in output.sequences
+            ],
+            "prompt_logprobs": output.prompt_logprobs,
+            "topk_prompt_logprobs": output.topk_prompt_logprobs,
+        }
+    ).encode()
+
+
+def _write_topk(message: pb.TopkLogprobs, rows: Sequence[Sequence[tuple[int, float]] | None]) -> None:
+    """A dense [length, k] table, k being that of the longest row."""
+    k = max((len(row) for row in rows if row is not None), default=0)
+    cells = [cell for row in rows for cell in (*(row or ()), *((0, NO_LOGPROB),) * (k - len(row or ())))]
+    message.k = k
+    message.length = len(rows)
+    message.token_ids = array("i", (token for token, _ in cells)).tobytes()
+    message.logprobs = array("f", (logprob for _, logprob in cells)).tobytes()
+
+
+def _topk(message: pb.TopkLogprobs) -> list[list[tuple[int, float]] | None]:
+    tokens, logprobs, k = int32_values(message.token_ids), float32_values(message.logprobs), message.k
+    rows = [
+        [(tokens[cell], logprobs[cell]) for cell in range(row * k, (row + 1) * k) if logprobs[cell] != NO_LOGPROB]
+        for row in range(message.length)
+    ]
+    return [row or None for row in rows]
