@@ -1,0 +1,18 @@
+-- Give a lane up. ARGV: lane, replica, token. Answers {"ok"} or {"fenced"}.
+local lane, replica, token = arg(), arg(), arg()
+local key = 'lane:' .. lane
+local fields = read(key)
+if not fields or fields.state ~= 'open' or fields.token ~= token then return {'fenced'} end
+if fields.owner == '' then return {'ok'} end
+if fields.owner ~= replica then return {'fenced'} end
+for seq, entry in pairs(read_log(lane)) do
+  if entry.state == 'running' then
+    entry.state = 'pending'
+    put_entry(lane, seq, entry)
+    call('HSET', 'fut:' .. entry.rid, 'state', 'pending')
+  end
+end
+call('SREM', 'owned:' .. replica, lane)
+call('HSET', key, 'owner', '', 'running', 0)
+if tonumber(fields.pending) > 0 then offer(lane, fields.base, fields.last_ms) end
+return {'ok'}

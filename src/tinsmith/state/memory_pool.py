@@ -1,0 +1,188 @@
+"""Pool lanes in memory: samples of a base model, by tenant, each under its taker's lease.
+
+Tenants take turns by tokens: each hand-out is charged to its tenant and the one charged least is next, so one tenant's backlog does
+not delay another's single sample. Knows nothing of model lanes.
+"""
+
+from collections import defaultdict, deque
+from dataclasses import dataclass, field, replace
+
+from tinsmith.protocol.errors import QuotaExceeded
+from tinsmith.protocol.futures import Failure, FutureRecord, Outcome, State
+from tinsmith.protocol.training import Kind
+from tinsmith.state.futures import cancelled, pool_lane, stuck, worn_out
+from tinsmith.state.lanes import PoolEntry, PoolSubmission, work_topic
+from tinsmith.state.memory_events import EventLog
+from tinsmith.state.memory_futures import MemoryFutures
+from tinsmith.state.memory_replicas import MemoryReplicas
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """An unsettled entry and what its pool needs of it."""
+
+    base: str
+    submitted_ms: int
+    entry: PoolEntry
+
+
+@dataclass(slots=True)
+class _Pool:
+    """Samples of one base model. queues: waiting rids by tenant, in order of arrival. charged: tokens handed out by tenant."""
+
+    queues: defaultdict[str, deque[str]] = field(default_factory=lambda: defaultdict(deque))
+    charged: dict[str, int] = field(default_factory=dict)
+    taken: dict[str, str] = field(default_factory=dict)  # rid -> replica
+
+    def waiting(self) -> list[str]:
+        return [tenant for tenant, queue in self.queues.items() if queue]
+
+    def append(self, tenant: str, rid: str) -> None:
+        """Last in its tenant's line. Who comes back after a pause has saved up nothing."""
+        least = min((self.charged[other] for other in self.waiting()), default=0)
+        self.charged[tenant] = max(self.charged.get(tenant, 0), least)
+        self.queues[tenant].append(rid)
+
+    def next_tenant(self) -> str | None:
+        return min(self.waiting(), key=lambda tenant: self.charged[tenant], default=None)
+
+    def put_back(self, tenant: str, rid: str) -> None:
+        """First in its tenant's line again."""
+        self.append(tenant, rid)
+        self.queues[tenant].rotate(1)
+
+    def drop(self, tenant: str, rid: str) -> None:
+        self.queues[tenant].remove(rid)
+
+    def rest(self) -> None:
+        """With nobody waiting there is nobody to be fair to."""
+        if not self.waiting():
+            self.queues.clear()
+            self.charged.clear()
+
+
+class MemoryPools:
+    """The pool lanes of every base model."""
+
+    def __init__(self, futures: MemoryFutures, replicas: MemoryReplicas, events: EventLog, max_attempts: int) -> None:
+        self._futures = futures
+        self._replicas = replicas
+        self._events = events
+        self._max_attempts = max_attempts
+        self._pools: defaultdict[str, _Pool] = defaultdict(_Pool)
+        self._samples: dict[str, _Sample] = {}  # unsettled ones by rid
+
+    def check_room(self, base: str, tenant: str, max_pending: int) -> None:
+        """Raises QuotaExceeded."""
+        if base in self._pools and len(self._pools[base].queues.get(tenant, ())) >= max_pending:
+            raise QuotaExceeded(f"{max_pending} samples are waiting already; wait for some of them before sending more")
+
+    def append(self, submission: PoolSubmission, now_ms: int) -> None:
+        """Add a sample and its record."""
+        lane = pool_lane(submission.base, submission.tenant)
+        self._futures.add(
+            FutureRecord(
+                rid=submission.rid,
+                tenant=submission.tenant,
+                session=submission.session,
+                lane=lane,
+                seq=submission.key,
+                kind=Kind.SAMPLE,
+                digest=submission.digest,
+                state=State.PENDING,
+                submitted_ms=now_ms,
+            ),
+            submission.body,
+        )
+        entry = PoolEntry(
+            rid=submission.rid,
+            tenant=submission.tenant,
+            digest=submission.digest,
+            size=len(submission.body),
+            tokens=submission.tokens,
+            token=0,
+            attempts=0,
+        )
+        self._samples[entry.rid] = _Sample(submission.base, now_ms, entry)
+        self._pools[submission.base].append(entry.tenant, entry.rid)
+        self._events.append(work_topic(submission.base), lane)
+
+    def take(self, base: str, replica: str, max_entries: int, max_tokens: int) -> list[PoolEntry]:
+        """Hand out up to the budget, at least one entry where one waits. One that has cost a worker before goes alone."""
+        self.reclaim(base)
+        pool = self._pools[base]
+        taken: list[PoolEntry] = []
+        num_tokens = 0
+        while len(taken) < max_entries and (tenant := pool.next_tenant()) is not None:
+            entry = self._samples[pool.queues[tenant][0]].entry
+            if taken and (entry.attempts > 0 or num_tokens + entry.tokens > max_tokens):
+                break
+            pool.queues[tenant].popleft()
+            pool.charged[tenant] += max(1, entry.tokens)
+            num_tokens += entry.tokens
+            taken.append(self._start(pool, entry, replica))
+            if entry.attempts > 0:
+                break
+        pool.rest()
+        return taken
+
+    def reclaim(self, base: str) -> None:
+        """Put what dead replicas had taken back to the head of its line, or fail it if it has cost enough workers."""
+        pool = self._pools[base]
+        dead = [rid for rid, replica in pool.taken.items() if not self._replicas.is_alive(replica)]
+        for rid in reversed(dead):  # the earliest is put back last and so stands at the head
+            del pool.taken[rid]
+            entry = self._samples[rid].entry
+            entry = self._keep(replace(entry, attempts=entry.attempts + 1))
+            if entry.attempts >= self._max_attempts:
+                self._end(rid, Outcome(failure=worn_out(self._max_attempts)))
+                continue
+            self._futures.give_back(rid)
+            pool.put_back(entry.tenant, rid)
+            self._events.append(work_topic(base), pool_lane(base, entry.tenant))
+
+    def settle(self, replica: str, entry: PoolEntry, outcome: Outcome) -> bool:
+        """Write the outcome; False if the entry is not, or no longer, this replica's under that token."""
+        sample = self._samples.get(entry.rid)
+        if sample is None or sample.entry.token != entry.token or self._pools[sample.base].taken.get(entry.rid) != replica:
+            return False
+        del self._pools[sample.base].taken[entry.rid]
+        self._end(entry.rid, outcome)
+        return True
+
+    def cancel(self, rid: str) -> None:
+        """Drop a waiting entry."""
+        self._withdraw(rid, cancelled())
+
+    def expire(self, submitted_before_ms: int, stuck_ms: int) -> int:
+        """Fail the entries that have waited since the time or longer; answers how many."""
+        for base in list(self._pools):
+            self.reclaim(base)
+        waiting = [rid for pool in self._pools.values() for queue in pool.queues.values() for rid in queue]
+        old = [rid for rid in waiting if self._samples[rid].submitted_ms <= submitted_before_ms]
+        for rid in old:
+            self._withdraw(rid, stuck(stuck_ms))
+        return len(old)
+
+    def clear(self) -> None:
+        self._pools.clear()
+        self._samples.clear()
+
+    def _start(self, pool: _Pool, entry: PoolEntry, replica: str) -> PoolEntry:
+        self._futures.start(entry.rid)
+        pool.taken[entry.rid] = replica
+        return self._keep(replace(entry, token=entry.token + 1))
+
+    def _withdraw(self, rid: str, failure: Failure) -> None:
+        sample = self._samples[rid]
+        self._pools[sample.base].drop(sample.entry.tenant, rid)
+        self._end(rid, Outcome(failure=failure))
+
+    def _end(self, rid: str, outcome: Outcome) -> None:
+        self._futures.end(rid, outcome)
+        self._futures.free_body(rid)
+        del self._samples[rid]
+
+    def _keep(self, entry: PoolEntry) -> PoolEntry:
+        self._samples[entry.rid] = replace(self._samples[entry.rid], entry=entry)
+        return entry
