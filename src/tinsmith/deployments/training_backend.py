@@ -1,0 +1,223 @@
+"""A training engine with its gate, its checkpoints and the catalog: what the executor of a trainer replica runs commands on.
+
+It turns commands into engine calls and their answers into outcomes: encoded results, artifacts, and the catalog records that become
+visible when the outcome is settled. It decides what a failure means for the adapter: a refusal is answered as a failed outcome and has no
+effect; anything else is raised, and the executor rebuilds the adapter. Knows nothing of lanes' order, leases or HTTP, and not of Ray.
+"""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Sequence
+
+from tinsmith.engines.base import Answer, Contents, Job, TrainingEngine
+from tinsmith.lifecycle.checkpoints import ArtifactKind, Checkpoints, artifact_id
+from tinsmith.lifecycle.recovery import Action, plan
+from tinsmith.protocol.errors import InternalError, NotFound, RequestRejected, TinsmithError, UserError, ValidationFailed
+from tinsmith.protocol.futures import Outcome, Write
+from tinsmith.protocol.sessions import CheckpointKind, CheckpointRecord, SamplerRecord, checkpoint_path
+from tinsmith.protocol.training import (
+    Compute,
+    ComputeOutput,
+    CreateModel,
+    LoadWeights,
+    LoraConfig,
+    OptimOutput,
+    OptimStep,
+    SaveWeights,
+    SaveWeightsForSampler,
+)
+from tinsmith.protocol.wire import encode_compute_output
+from tinsmith.queue.executor import Fetch, Ready
+from tinsmith.queue.gate import Gate
+from tinsmith.state.catalog import Catalog, checkpoint_write, sampler_write
+from tinsmith.state.lanes import Entry, LaneInfo, Settlement
+
+Clock = Callable[[], Awaitable[int]]  # the store's, ms
+Save = SaveWeights | SaveWeightsForSampler
+
+
+class TrainingBackend:
+    """`queue.executor.Backend` over one engine. `now_ms` is `Store.now_ms`."""
+
+    def __init__(self, engine: TrainingEngine, gate: Gate, checkpoints: Checkpoints, catalog: Catalog, now_ms: Clock) -> None:
+        self._engine = engine
+        self._gate = gate
+        self._checkpoints = checkpoints
+        self._catalog = catalog
+        self._now_ms = now_ms
+        self._loras: dict[str, LoraConfig] = {}  # of the resident adapters
+
+    async def opened(self) -> None:
+        await self._gate.opened()
+
+    async def drop(self, lane: str) -> None:
+        self._loras.pop(lane, None)
+        await self._gate.when_open(self._engine.drop_adapter, lane)
+
+    async def run(self, info: LaneInfo, items: Sequence[Ready]) -> list[Outcome]:
+        """One outcome an item. Items are commands of the engine, which share one call of it, or one other command alone."""
+        jobs = [Job(info.lane, item.entry.seq, item.command) for item in items if isinstance(item.command, Compute | OptimStep)]
+        if jobs and info.lane not in self._loras:
+            return [Outcome.failed(_not_created(info.lane), tainted=False) for _ in items]
+        if len(jobs) == len(items):
+            answers = await self._gate.when_open(self._engine.run, jobs)
+            return [_outcome_of(answer) for answer in answers]
+        (item,) = items
+        return [await self._run_alone(info, item)]
+
+    async def restore(self, info: LaneInfo, replay: Sequence[Entry], fetch: Fetch) -> list[Settlement]:
+        """The adapter from `info.snapshot` and the completed entries after it; answers the saves that were captured again on the way.
+        Raises whatever stood in its way; the adapter is not usable then."""
+        todo = plan(info, replay)
+        await self.drop(info.lane)
+        if todo.snapshot is not None:
+            await self._load_snapshot(info, todo.snapshot)
+        saves: list[Settlement] = []
+        for step in todo.steps:
+            item = Ready(step.entry, await fetch(step.entry))
+            (outcome,) = await self.run(info, [item])
+            if step.action is Action.CAPTURE:
+                saves.append(Settlement(step.entry.seq, outcome))
+            elif outcome.failure is not None:
+                raise InternalError(f"seq {step.entry.seq} succeeded before and failed when it was run again: {outcome.failure.message}")
+        return saves
+
+    async def snapshot(self, info: LaneInfo, seq: int) -> str:
+        artifact, _ = await self._publish(info, seq, ArtifactKind.SNAPSHOT, Contents.SNAPSHOT)
+        return artifact
+
+    async def discard(self, artifact: str) -> None:
+        await asyncio.to_thread(self._checkpoints.delete, artifact)
+
+    async def _load_snapshot(self, info: LaneInfo, artifact: str) -> None:
+        lora = (await self._catalog.model(info.tenant, info.lane)).lora
+        files = await asyncio.to_thread(self._checkpoints.read, artifact)
+        await self._gate.when_open(self._engine.restore, info.lane, lora, files)
+        self._loras[info.lane] = lora
+
+    async def _run_alone(self, info: LaneInfo, item: Ready) -> Outcome:
+        """A refusal by engine, files or catalog is the caller's fault and comes before any effect."""
+        try:
+            match item.command:
+                case CreateModel() as command:
+                    return await self._create(info, command)
+                case LoadWeights() as command:
+                    return await self._load(info, command)
+                case SaveWeights() as command:
+                    return await self._save_training(info, item.entry.seq, command)
+                case SaveWeightsForSampler() as command:
+                    return await self._save_sampler(info, item.entry.seq, command)
+                case _:
+                    raise InternalError(f"{item.command.kind} is not a command to run alone")
+        except UserError as refusal:
+            return Outcome.failed(refusal, tainted=False)
+
+    async def _create(self, info: LaneInfo, command: CreateModel) -> Outcome:
+        await self._gate.when_open(self._engine.create_adapter, info.lane, command.lora)
+        self._loras[info.lane] = command.lora
+        return _json_outcome({"model_id": info.lane, "type": "create_model"})
+
+    async def _load(self, info: LaneInfo, command: LoadWeights) -> Outcome:
+        if command.lora is None:
+            self._lora(info.lane)
+        files = await asyncio.to_thread(self._checkpoints.read, command.artifact)
+        if command.lora is not None:
+            await self._create(info, CreateModel(lora=command.lora))
+        try:
+            await self._gate.when_open(self._engine.load, info.lane, files, optimizer=command.optimizer)
+        except UserError:
+            if command.lora is not None:
+                await self.drop(info.lane)
+            raise
+        return _json_outcome({"path": command.path, "model_id": info.lane, "type": "load_weights"})
+
+    async def _save_training(self, info: LaneInfo, seq: int, command: SaveWeights) -> Outcome:
+        """Capture, make durable, and name: the name appears when the outcome is settled."""
+        lora = self._lora(info.lane)
+        if not command.overwrite:
+            await self._check_name_is_free(info, CheckpointKind.TRAINING, command.name)
+        artifact, size = await self._publish(info, seq, ArtifactKind.TRAINING, Contents.CHECKPOINT)
+        return await self._named(info, lora, command, CheckpointKind.TRAINING, command.name, artifact, size)
+
+    async def _save_sampler(self, info: LaneInfo, seq: int, command: SaveWeightsForSampler) -> Outcome:
+        """As `_save_training`; a sampler checkpoint is immutable, so its name cannot be used twice."""
+        lora, name, sampler_id = self._lora(info.lane), command.name, command.sampling_session_id
+        if name is not None:
+            await self._check_name_is_free(info, CheckpointKind.SAMPLER, name)
+            artifact, size = await self._publish(info, seq, ArtifactKind.SAMPLER, Contents.SAMPLER)
+            return await self._named(info, lora, command, CheckpointKind.SAMPLER, name, artifact, size)
+        if sampler_id is None:
+            raise ValidationFailed("path: name the checkpoint, or send a sampling_session_seq_id for an ephemeral one")
+        artifact, _ = await self._publish(info, seq, ArtifactKind.SAMPLER, Contents.SAMPLER)
+        return await self._ephemeral(info, sampler_id, artifact)
+
+    async def _check_name_is_free(self, info: LaneInfo, kind: CheckpointKind, name: str) -> None:
+        path = checkpoint_path(info.lane, kind, name)
+        try:
+            held = await self._catalog.checkpoint(info.tenant, path)
+        except NotFound:
+            return
+        if held.expires_ms is None or held.expires_ms > await self._now_ms():
+            raise RequestRejected(f"path: {path} exists already; choose another name, or overwrite it where that is offered")
+
+    async def _publish(self, info: LaneInfo, seq: int, kind: ArtifactKind, contents: Contents) -> tuple[str, int]:
+        """(artifact id, bytes) of a durable capture that nobody knows of yet."""
+        artifact = artifact_id(info.tenant, info.lane, kind, seq=seq, token=info.token)
+        files = await self._gate.when_open(self._engine.capture, info.lane, contents)
+        manifest = await asyncio.to_thread(self._checkpoints.write, artifact, files)
+        return artifact, manifest.size_bytes
+
+    async def _named(
+        self, info: LaneInfo, lora: LoraConfig, command: Save, kind: CheckpointKind, name: str, artifact: str, size: int
+    ) -> Outcome:
+        now_ms = await self._now_ms()
+        record = CheckpointRecord(
+            tenant=info.tenant,
+            session_id=info.session,
+            run_id=info.lane,
+            kind=kind,
+            name=name,
+            artifact=artifact,
+            base_model=info.base,
+            lora=lora,
+            created_ms=now_ms,
+            size_bytes=size,
+            expires_ms=None if command.ttl_seconds is None else now_ms + 1000 * command.ttl_seconds,
+            user_metadata=command.user_metadata,
+        )
+        return _json_outcome({"path": record.path}, artifact=artifact, writes=(checkpoint_write(record),))
+
+    async def _ephemeral(self, info: LaneInfo, sampler_id: str, artifact: str) -> Outcome:
+        record = SamplerRecord(
+            tenant=info.tenant,
+            session_id=info.session,
+            sampler_id=sampler_id,
+            base_model=info.base,
+            artifact=artifact,
+            created_ms=await self._now_ms(),
+        )
+        return _json_outcome({"sampling_session_id": sampler_id}, artifact=artifact, writes=(sampler_write(record),))
+
+    def _lora(self, lane: str) -> LoraConfig:
+        lora = self._loras.get(lane)
+        if lora is None:
+            raise _not_created(lane)
+        return lora
+
+
+def _not_created(lane: str) -> NotFound:
+    return NotFound(f"model {lane!r} is not there: its creation failed; create a new one")
+
+
+def _outcome_of(answer: Answer) -> Outcome:
+    match answer:
+        case ComputeOutput():
+            return Outcome(result=encode_compute_output(answer))
+        case OptimOutput():
+            return _json_outcome({"metrics": answer.metrics})
+        case TinsmithError():
+            return Outcome.failed(answer, tainted=False)
+
+
+def _json_outcome(result: dict[str, object], *, artifact: str | None = None, writes: tuple[Write, ...] = ()) -> Outcome:
+    return Outcome(result=json.dumps(result, allow_nan=False).encode(), artifact=artifact, writes=writes)

@@ -1,0 +1,460 @@
+"""The executor of a trainer replica: from "accepted" to "settled" for the model lanes that this replica owns.
+
+    acquire -> rebuild (snapshot + replay) -> loop { take; run; settle; now and then snapshot }
+
+It sees an engine only as a `Backend` and the store only as `Lanes`; it knows nothing of torch, files, HTTP or what a command means. One
+engine call runs at a time. Between its lanes it goes by deficit round robin over tokens.
+
+Effect = outcome: an entry is settled completed only if its whole effect is in the adapter, failed only if none is. Where that is not
+known (a time-out, an exception in a mutating phase) the adapter is tainted: before the next entry of its lane runs, it is thrown away and
+rebuilt from the snapshot and the log. Run comes before settle; that is safe since a fenced replica's memory is all that its run changed.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
+
+from tinsmith import telemetry
+from tinsmith.protocol.errors import InternalError, StateContention, UserError
+from tinsmith.protocol.futures import Outcome
+from tinsmith.protocol.sampling import Sample
+from tinsmith.protocol.training import Kind, TrainingCommand
+from tinsmith.queue.residents import Resident, Ring
+from tinsmith.state.futures import pool_lane
+from tinsmith.state.lanes import Entry, Fenced, LaneInfo, Lanes, LeaseExpired, Replica, Settlement, Taken
+
+T = TypeVar("T")
+Fetch = Callable[[Entry], Awaitable[TrainingCommand]]
+Decode = Callable[[Kind, bytes], TrainingCommand | Sample]  # protocol.wire.decode_command
+
+COMMANDS_PER_CALL = 1  # the numerics mode "exact": an engine call holds one command, so a replay computes the same bits
+LOOP_DECODES_BYTES = 1024 * 1024  # a longer command is decoded in a thread: 16 MiB take 0.1 s, in which the loop must answer others
+FIRST_RETRY_S = 0.05  # of a store that is away; doubles up to MAX_RETRY_S
+MAX_RETRY_S = 2.0
+
+_log = logging.getLogger(__name__)
+
+
+class _GivenUp(Exception):
+    """The store stayed away, or the gate shut, for as long as a stop may wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """An entry and its decoded command."""
+
+    entry: Entry
+    command: TrainingCommand
+
+
+class Backend(Protocol):
+    """An engine with its gate and its checkpoints, as the executor sees it.
+
+    Any exception from `run` means that the lanes' adapters may hold half an effect, with one exception: StateContention (the store was
+    away before anything was mutated) asks for the same call again.
+    """
+
+    async def restore(self, info: LaneInfo, replay: Sequence[Entry], fetch: Fetch) -> list[Settlement]:
+        """Build the adapter in place of whatever memory the lane has: `info.snapshot`, then `replay` in order. Answers the outcomes of
+        the saves among it that were not settled."""
+        ...
+
+    async def run(self, info: LaneInfo, items: Sequence[Ready]) -> list[Outcome]:
+        """One outcome an item, in order."""
+        ...
+
+    async def snapshot(self, info: LaneInfo, seq: int) -> str:
+        """Make a durable artifact of the adapter as entry `seq` left it; answers its id. Changes nothing."""
+        ...
+
+    async def discard(self, artifact: str) -> None:
+        """Delete a former snapshot."""
+        ...
+
+    async def drop(self, lane: str) -> None:
+        """Throw the adapter's memory away; unknown lanes are ignored."""
+        ...
+
+    async def opened(self) -> None:
+        """Return once the gate is not shut."""
+        ...
+
+
+class Slots(Protocol):
+    """The adapter slots of this replica (`lifecycle.adapters.AdapterSlots`)."""
+
+    @property
+    def has_room(self) -> bool: ...
+
+    def claim(self, lane: str) -> bool: ...
+
+    def free(self, lane: str) -> None: ...
+
+    def evictee(self, idle: Iterable[str]) -> str | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotPolicy:
+    """A lane is snapshotted when more than this could be trimmed from its log, or would have to be run again."""
+
+    max_bytes: int
+    max_engine_s: float
+
+
+class Executor:
+    """Serves the model lanes of one base model on one replica. All methods belong to the thread of its loop.
+
+    `drain_s`: how long a stop may wait for a store that is away or a gate that is shut.
+    """
+
+    def __init__(
+        self,
+        lanes: Lanes,
+        backend: Backend,
+        slots: Slots,
+        replica: Replica,
+        *,
+        decode: Decode,
+        snapshots: SnapshotPolicy,
+        drain_s: float = 10.0,
+    ) -> None:
+        self._lanes = lanes
+        self._backend = backend
+        self._slots = slots
+        self._replica = replica
+        self._pools = pool_lane(replica.base, "")
+        self._decode = decode
+        self._policy = snapshots
+        self._drain_s = drain_s
+        self._ring = Ring()
+        self._candidates: dict[str, None] = {}  # lanes that may want an owner, oldest first
+        self._bell = asyncio.Event()
+        self._must_look = True  # for lanes without an owner, and at every own lane
+        self._stopping = asyncio.Event()
+        self._give_up_at = float("inf")
+        self._take_over_at = 0.0
+        self._is_sparing = False
+
+    @property
+    def lanes(self) -> tuple[str, ...]:
+        """The lanes that this replica believes to own."""
+        return self._ring.lanes
+
+    def ring(self, lane: str) -> None:
+        """Something is new in one of this replica's lanes. A hint; other lanes are ignored."""
+        resident = self._ring.find(lane)
+        if resident is not None:
+            resident.has_work = True
+            self._bell.set()
+
+    def offer(self, lanes: Iterable[str]) -> None:
+        """These lanes may have work and no owner. A hint; pool lanes are ignored."""
+        fresh = [lane for lane in lanes if lane not in self._ring and not lane.startswith(self._pools)]
+        if fresh:
+            self._candidates.update(dict.fromkeys(fresh))
+            self._bell.set()
+
+    def resync(self) -> None:
+        """Hints may have been lost: look at everything."""
+        self._must_look = True
+        self._bell.set()
+
+    def stop(self) -> None:
+        """Make `run` finish the running call, snapshot and release every lane, and return."""
+        self._stopping.set()
+        self._give_up_at = asyncio.get_running_loop().time() + self._drain_s
+        self._bell.set()
+
+    async def run(self) -> None:
+        """Serve until `stop`. Cancelling it abandons the lanes as the death of the process would."""
+        try:
+            while not self._stopping.is_set():
+                await self._step()
+            await self._drain()
+        except _GivenUp as error:
+            _log.warning("stopped without a drain: %s; the next owners of the lanes run again what was not settled", error)
+        finally:
+            for resident in self._ring:
+                resident.disarm()
+
+    # --- which lane is next
+
+    async def _step(self) -> None:
+        """One turn of one lane, or a sleep until something may have come."""
+        if self._must_look:
+            await self._look()
+        if self._candidates:
+            await self._gate_open()
+            await self._admit()
+        resident = self._ring.next()
+        if resident is None:
+            await self._bell.wait()
+            self._bell.clear()
+            return
+        try:
+            await self._gate_open()
+            await self._serve(resident)
+        except Fenced:
+            await self._forget(resident)
+
+    async def _look(self) -> None:
+        """Learn from the store what hints may have been missed."""
+        self._must_look = False
+        for resident in self._ring:
+            resident.has_work = True
+        self.offer(await self._ask(lambda: self._lanes.renew(self._replica)))
+
+    # --- lanes come and go
+
+    async def _admit(self) -> None:
+        """Acquire the lanes that want an owner, as far as there are slots, or idle lanes to make room."""
+        for lane in tuple(self._candidates):
+            if not self._slots.has_room and self._idlest() is None:
+                return  # a lane that falls idle leads back here
+            info = await self._ask(lambda lane=lane: self._lanes.lane(lane))  # type: ignore[misc]
+            if info is None or not await self._wants_owner(info):
+                self._candidates.pop(lane, None)
+            elif not self._must_spare(info):
+                self._candidates.pop(lane, None)
+                await self._acquire(lane)
+
+    async def _wants_owner(self, info: LaneInfo) -> bool:
+        if not info.is_open or info.pending == 0 or info.lane in self._ring:
+            return False
+        if info.owner in (None, self._replica.id):
+            return True
+        living = await self._ask(lambda: self._lanes.replicas(info.base))
+        return all(replica.id != info.owner for replica in living)
+
+    def _must_spare(self, info: LaneInfo) -> bool:
+        """After the store was away its leases say nothing for one lease: their owners were cut off from it too."""
+        rest_s = self._take_over_at - asyncio.get_running_loop().time()
+        if rest_s <= 0 or info.token == 0:
+            return False
+        if not self._is_sparing:
+            self._is_sparing = True
+            asyncio.get_running_loop().call_later(rest_s, self._end_sparing)
+        return True
+
+    def _end_sparing(self) -> None:
+        self._is_sparing = False
+        self._bell.set()
+
+    async def _acquire(self, lane: str) -> None:
+        evictee = None if self._slots.has_room else self._idlest()
+        if evictee is not None:
+            await self._hand_back(evictee)
+        acquired = await self._ask(lambda: self._lanes.acquire(lane, self._replica.id))
+        if acquired is None:
+            return
+        resident = Resident.of(acquired)
+        self._slots.claim(lane)
+        self._ring.add(resident)
+
+    def _idlest(self) -> Resident | None:
+        lane = self._slots.evictee(resident.id for resident in self._ring if resident.is_idle)
+        return None if lane is None else self._ring.find(lane)
+
+    async def _hand_back(self, resident: Resident) -> None:
+        """Snapshot, so that the next owner has nothing to run again, and release."""
+        try:
+            if resident.is_ahead:
+                await self._snapshot(resident)
+            await self._ask(lambda: self._lanes.release(resident.id, self._replica.id, resident.info.token))
+        except Fenced:
+            _log.info("lane %s had another owner already", resident.id)
+        await self._forget(resident)
+
+    async def _forget(self, resident: Resident) -> None:
+        """The lane is no longer ours: its memory goes, nothing is published."""
+        self._ring.remove(resident)
+        await self._gate_open()
+        failure = await _attempt(self._backend.drop(resident.id))
+        if isinstance(failure, Exception):
+            _log.error("the memory of lane %s could not be dropped", resident.id, exc_info=failure)
+        self._slots.free(resident.id)
+
+    async def _gate_open(self) -> None:
+        """Return once the gate is not shut. Raises _GivenUp when a stop has waited for that long enough."""
+        tasks = opened, stopping = asyncio.ensure_future(self._backend.opened()), asyncio.ensure_future(self._stopping.wait())
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if not opened.done():
+                await asyncio.wait([opened], timeout=self._drain_s)
+            if not opened.done():
+                raise _GivenUp("the engine is still busy with a call that timed out")
+        finally:
+            opened.cancel()
+            stopping.cancel()
+
+    async def _drain(self) -> None:
+        await self._gate_open()
+        for resident in self._ring:
+            await self._hand_back(resident)
+
+    # --- one turn of one lane: take, run, settle
+
+    async def _serve(self, resident: Resident) -> None:
+        failure = None if resident.is_built else await self._rebuild(resident)
+        taken = await self._take(resident)
+        if taken.entries:
+            outcomes = await self._run(resident, taken.entries) if failure is None else _all_failed(taken.entries, failure, tainted=True)
+            pairs = list(zip(taken.entries, outcomes, strict=True))
+            await self._settle(resident, [Settlement(entry.seq, outcome) for entry, outcome in pairs])
+            for entry, outcome in pairs:
+                resident.note(entry, outcome)
+                _log_failure(entry, outcome)
+        resident.cursor = taken.cursor
+        if resident.is_ahead and self._is_due(resident):
+            await self._snapshot(resident)
+
+    async def _take(self, resident: Resident) -> Taken:
+        """The next entries. The lane has work if there were some, or if its bell rang meanwhile."""
+        resident.disarm()
+        resident.has_work = False
+        info, budget = resident.info, max(resident.deficit, 1)
+        taken = await self._ask(
+            lambda: self._lanes.take(info.lane, self._replica.id, info.token, resident.cursor, COMMANDS_PER_CALL, budget)
+        )
+        if taken.entries:
+            resident.has_work = True
+        else:
+            resident.deficit = min(resident.deficit, 0)
+            self._arm(resident, taken.wait_ms)
+        return taken
+
+    def _arm(self, resident: Resident, wait_ms: int | None) -> None:
+        """Look again when the grace of a missing seq is over."""
+        if wait_ms is not None:
+            resident.hole = asyncio.get_running_loop().call_later(max(wait_ms, 1) / 1000, self.ring, resident.id)
+
+    async def _run(self, resident: Resident, entries: Sequence[Entry]) -> list[Outcome]:
+        items = await _attempt(self._ask(lambda: self._ready(entries)))
+        if isinstance(items, Exception):
+            return _all_failed(entries, items, tainted=False)
+        began = asyncio.get_running_loop().time()
+        with telemetry.bound_request(entries[0].rid):
+            outcomes = await _attempt(self._ask(lambda: self._backend.run(resident.info, items)))
+        resident.engine_s += asyncio.get_running_loop().time() - began
+        return _all_failed(entries, outcomes, tainted=True) if isinstance(outcomes, Exception) else outcomes
+
+    async def _settle(self, resident: Resident, settlements: Sequence[Settlement]) -> None:
+        """Write the outcomes, as late as the store allows: they are kept while it is away."""
+        await self._ask(lambda: self._lanes.settle(resident.id, self._replica.id, resident.info.token, settlements))
+
+    async def _rebuild(self, resident: Resident) -> Exception | None:
+        """Throw the adapter's memory away and build it from snapshot and log. Answers why that failed: the next entry then fails with
+        it, and the one after tries again."""
+        acquired = resident.acquired
+        if acquired is None:
+            acquired = await self._ask(lambda: self._lanes.acquire(resident.id, self._replica.id))
+            if acquired is None:
+                raise Fenced
+            resident.start_from(acquired)
+        replay = acquired.replay
+        resident.acquired = None
+        saves = await _attempt(self._ask(lambda: self._backend.restore(resident.info, replay, self._fetch)))
+        if isinstance(saves, Exception):
+            _log.error("lane %s could not be rebuilt", resident.id, exc_info=saves)
+            return _rebuild_failure(saves)
+        if saves:
+            await self._settle(resident, saves)
+        resident.is_built = True
+        return None
+
+    # --- snapshots
+
+    def _is_due(self, resident: Resident) -> bool:
+        return resident.trimmable_bytes > self._policy.max_bytes or resident.engine_s > self._policy.max_engine_s
+
+    async def _snapshot(self, resident: Resident) -> None:
+        """Raise the lane's floor to its last settled entry. A failure is logged; the next one is tried when as much has come up again."""
+        resident.trimmable_bytes, resident.engine_s = 0, 0.0
+        info, seq = resident.info, resident.done
+        artifact = await _attempt(self._backend.snapshot(info, seq))
+        if isinstance(artifact, Exception):
+            _log.error("lane %s could not be snapshotted", resident.id, exc_info=artifact)
+            return
+        commit = self._lanes.commit_snapshot
+        try:
+            former = await self._ask(lambda: commit(info.lane, self._replica.id, info.token, seq, artifact), is_patient=False)
+        except StateContention as error:
+            _log.warning("the snapshot of lane %s was not taken: %s", resident.id, error.message)
+            return
+        resident.info = replace(info, durable=seq, snapshot=artifact)
+        if former is not None and former != artifact:
+            failure = await _attempt(self._backend.discard(former))
+            if isinstance(failure, Exception):
+                _log.warning("the former snapshot %s could not be deleted", former, exc_info=failure)
+
+    # --- the store
+
+    async def _ready(self, entries: Sequence[Entry]) -> list[Ready]:
+        """Entries with their commands. Raises InternalError where a body is missing, and what the decoder raises."""
+        bodies = await self._lanes.bodies([(entry.rid, entry.digest) for entry in entries])
+        return [Ready(entry, await self._decoded(entry, body)) for entry, body in zip(entries, bodies, strict=True)]
+
+    async def _fetch(self, entry: Entry) -> TrainingCommand:
+        (item,) = await self._ready([entry])
+        return item.command
+
+    async def _decoded(self, entry: Entry, body: bytes | None) -> TrainingCommand:
+        if body is None:
+            raise InternalError(f"the command of seq {entry.seq} is missing from the store; load the last checkpoint into a new model")
+        is_long = len(body) > LOOP_DECODES_BYTES
+        command = await asyncio.to_thread(self._decode, entry.kind, body) if is_long else self._decode(entry.kind, body)
+        if isinstance(command, Sample):
+            raise InternalError(f"seq {entry.seq} is a sample, which belongs in a pool; submit it to a sampler")
+        return command
+
+    async def _ask(self, operation: Callable[[], Awaitable[T]], *, is_patient: bool = True) -> T:
+        """Ask until the store answers; renew first where the own lease has lapsed. Raises StateContention only if it is not patient."""
+        loop = asyncio.get_running_loop()
+        retry_s, must_renew = FIRST_RETRY_S, False
+        while True:
+            try:
+                if must_renew:
+                    self.offer(await self._lanes.renew(self._replica))
+                    must_renew = False
+                return await operation()
+            except LeaseExpired:
+                must_renew = True
+            except StateContention as error:
+                if not is_patient:
+                    raise
+                self._take_over_at = loop.time() + self._lanes.limits.lease_ms / 1000
+                if loop.time() >= self._give_up_at:
+                    raise _GivenUp(error.message) from error
+                await asyncio.sleep(retry_s)
+                retry_s = min(2 * retry_s, MAX_RETRY_S)
+
+
+async def _attempt(work: Awaitable[T]) -> T | Exception:
+    """What the work came to. The one broad except of the server: whatever engine or storage raise becomes the outcome of a command. What
+    the store says about the lane passes through."""
+    try:
+        return await work
+    except (Fenced, _GivenUp):
+        raise
+    except Exception as error:  # noqa: BLE001 - see above
+        return error
+
+
+def _all_failed(entries: Sequence[Entry], error: Exception, *, tainted: bool) -> list[Outcome]:
+    return [Outcome.failed(error, tainted=tainted) for _ in entries]
+
+
+def _rebuild_failure(error: Exception) -> Exception:
+    """A damaged snapshot is no fault of the caller whose command found it."""
+    if isinstance(error, UserError):
+        return InternalError(f"the model could not be rebuilt: {error.message}")
+    return error
+
+
+def _log_failure(entry: Entry, outcome: Outcome) -> None:
+    """What no caller may see goes to the log, under the request's id."""
+    if outcome.failure is not None and outcome.failure.diagnostic is not None:
+        with telemetry.bound_request(entry.rid):
+            _log.error("%s failed: %s\n%s", entry.kind, outcome.failure.message, outcome.failure.diagnostic)

@@ -1,0 +1,281 @@
+"""The executor of pool lanes: takes samples of one base model while its backend has room, and settles what finishes.
+
+Sees the sampler as a `PoolBackend` and the store as `Lanes`; knows nothing of tokens, engines or HTTP. The lease of the replica is renewed
+elsewhere. A sample has no effect but its answer, so what is lost (a token that is outdated, a replica that dies) is run again by whoever
+takes it next, with the same result.
+
+The only clocks: the bound of a request, and the pause after the store was away.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+from tinsmith.protocol.errors import ExecutionTimeout, InternalError, StateContention
+from tinsmith.protocol.futures import Outcome
+from tinsmith.protocol.sampling import Sample
+from tinsmith.state.lanes import Lanes, LeaseExpired, PoolEntry
+
+log = logging.getLogger(__name__)
+
+TAKE_TOKENS = 65_536  # of one take: bounds how much one tenant gets ahead of the others inside a replica
+TAKE_ENTRIES = 4  # of one take: how many sequences an entry means is known only when it has been read
+_PAUSE_S = 0.2  # after the first failure of the store, doubled by each further one
+_LONGEST_PAUSE_S = 5.0
+
+Finished = tuple[str, Outcome]  # request id and what became of it
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One sample to run."""
+
+    rid: str
+    sample: Sample
+
+
+class PoolBackend(Protocol):
+    """What runs samples. Methods are called from one event loop; `admit` may overlap with `step`."""
+
+    @property
+    def is_idle(self) -> bool:
+        """True if a step would do nothing now."""
+        ...
+
+    def attach(self, wake: Callable[[], None]) -> None:
+        """`wake` is to be called, in the loop, when the backend gets room other than through an answer of `step`."""
+        ...
+
+    def room(self) -> int:
+        """How many more requests it can take; 0 while it cannot work."""
+        ...
+
+    async def admit(self, works: Sequence[Work]) -> list[Finished]:
+        """Take requests in; answers those that are over at once (refused)."""
+        ...
+
+    async def step(self) -> list[Finished]:
+        """Advance everything that runs; answers the requests that ended."""
+        ...
+
+    def cancel(self, rid: str) -> None:
+        """Forget a request; unknown ids are ignored."""
+        ...
+
+
+@dataclass(slots=True)
+class _Pause:
+    """When the store may be asked again."""
+
+    until: float = 0.0
+    length_s: float = _PAUSE_S
+
+    def lengthen(self, now: float) -> None:
+        self.until = now + self.length_s
+        self.length_s = min(2 * self.length_s, _LONGEST_PAUSE_S)
+
+    def end(self) -> None:
+        self.until, self.length_s = 0.0, _PAUSE_S
+
+
+@dataclass(slots=True)
+class _Held:
+    """A request that this replica runs. `deadline` is on the executor's clock."""
+
+    entry: PoolEntry
+    deadline: float
+
+
+class PoolExecutor:
+    """Call `wake` for every event of the base model's work topic; `run` returns after `stop`, when all that was taken is settled."""
+
+    def __init__(
+        self,
+        lanes: Lanes,
+        base: str,
+        replica: str,
+        backend: PoolBackend,
+        decode: Callable[[bytes], Sample],
+        *,
+        timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`timeout_s`: bound of one request from its take to its end. `decode` turns a stored body into the command."""
+        self._lanes = lanes
+        self._base = base
+        self._replica = replica
+        self._backend = backend
+        self._decode = decode
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._held: dict[str, _Held] = {}
+        self._taken: list[PoolEntry] = []  # under our lease, but not yet with the backend
+        self._unsettled: dict[str, tuple[PoolEntry, Outcome]] = {}
+        self._intake: asyncio.Task[None] | None = None
+        self._take_pause = _Pause()
+        self._settle_pause = _Pause()
+        self._may_have_work = True  # what came before the first event
+        self._stopping = False
+        self._woken = asyncio.Event()
+        backend.attach(self.wake)
+
+    @property
+    def num_held(self) -> int:
+        """Requests under this replica's lease whose outcome is not yet in the store."""
+        return len(self._held) + len(self._taken) + len(self._unsettled)
+
+    def wake(self) -> None:
+        """There may be work, or room for it."""
+        self._may_have_work = True
+        self._woken.set()
+
+    def stop(self) -> None:
+        """Take nothing more."""
+        self._stopping = True
+        self._woken.set()
+
+    async def run(self) -> None:
+        """Take, run, settle, until stopped. An exception is a defect of this server and ends the replica."""
+        try:
+            while not self._is_over():
+                self._start_intake()
+                await self._advance()
+                self._expire()
+                await self._settle()
+        finally:
+            await self._end_intake()
+
+    def _is_over(self) -> bool:
+        return self._stopping and self._intake is None and self.num_held == 0
+
+    def _start_intake(self) -> None:
+        """Begin a take beside the running steps: a slow store or checkpoint does not hold up the sequences that decode."""
+        if self._intake is not None and self._intake.done():
+            intake, self._intake = self._intake, None
+            intake.result()
+        wanted = bool(self._taken) or (self._may_have_work and not self._stopping and self._backend.room() > 0)
+        if self._intake is None and wanted and self._clock() >= self._take_pause.until:
+            self._intake = asyncio.create_task(self._fill())
+            self._intake.add_done_callback(lambda _: self._woken.set())
+
+    async def _fill(self) -> None:
+        """Take until nothing comes or nothing more fits."""
+        while await self._take() and not self._stopping and self._backend.room() > 0:
+            pass
+
+    async def _take(self) -> bool:
+        """Whether anything was taken."""
+        try:
+            if not self._taken:
+                self._may_have_work = False  # before the look: an event from here on counts
+                max_entries = min(self._backend.room(), TAKE_ENTRIES)
+                entries = await self._lanes.pool_take(self._base, self._replica, max_entries, TAKE_TOKENS)
+                self._may_have_work = self._may_have_work or bool(entries)
+                self._taken = [entry for entry in entries if not self._is_known(entry)]
+            if not self._taken:
+                self._take_pause.end()
+                return False
+            bodies = await self._lanes.bodies([(entry.rid, entry.digest) for entry in self._taken])
+        except (StateContention, LeaseExpired) as error:
+            log.warning("pool %s: nothing can be taken now (%s)", self._base, error)
+            self._may_have_work = True
+            self._take_pause.lengthen(self._clock())
+            return False
+        self._take_pause.end()
+        entries, self._taken = self._taken, []
+        await self._admit(entries, bodies)
+        return True
+
+    def _is_known(self, entry: PoolEntry) -> bool:
+        """True where our own lapsed lease gave an entry back to us under a new token: it goes on under that one."""
+        held = self._held.get(entry.rid)
+        if held is not None:
+            held.entry = entry
+            return True
+        if entry.rid in self._unsettled:
+            self._unsettled[entry.rid] = (entry, self._unsettled[entry.rid][1])
+            return True
+        return False
+
+    async def _admit(self, entries: Sequence[PoolEntry], bodies: Sequence[bytes | None]) -> None:
+        deadline = self._clock() + self._timeout_s
+        works: list[Work] = []
+        for entry, body in zip(entries, bodies, strict=True):
+            self._held[entry.rid] = _Held(entry, deadline)
+            work = self._work(entry.rid, body)
+            if isinstance(work, Work):
+                works.append(work)
+            else:
+                self._end(entry.rid, work)
+        for rid, outcome in await self._backend.admit(works):
+            self._end(rid, outcome)
+
+    def _work(self, rid: str, body: bytes | None) -> Work | Outcome:
+        if body is None:
+            return Outcome.failed(InternalError("the stored command is gone; send the request again"), tainted=False)
+        try:
+            return Work(rid, self._decode(body))
+        except Exception as error:  # noqa: BLE001 - a body that cannot be decoded fails its own request and nobody else's
+            return Outcome.failed(error, tainted=False)
+
+    async def _advance(self) -> None:
+        if self._backend.is_idle:
+            await self._sleep()
+            return
+        for rid, outcome in await self._backend.step():
+            self._end(rid, outcome)
+
+    async def _sleep(self) -> None:
+        """Until something happens, or the next pause or bound ends."""
+        if self._unsettled and self._settle_pause.until <= self._clock():
+            return
+        until = [held.deadline for held in self._held.values()]
+        if self._unsettled:
+            until.append(self._settle_pause.until)
+        if self._take_pause.until > self._clock():
+            until.append(self._take_pause.until)
+        timeout_s = max(0.0, min(until) - self._clock()) if until else None
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._woken.wait(), timeout_s)
+        self._woken.clear()
+
+    def _end(self, rid: str, outcome: Outcome) -> None:
+        held = self._held.pop(rid, None)
+        if held is not None:
+            self._unsettled[rid] = (held.entry, outcome)
+            if outcome.failure is not None and outcome.failure.diagnostic is not None:
+                log.error("sample %s failed:\n%s", rid, outcome.failure.diagnostic)
+
+    def _expire(self) -> None:
+        now = self._clock()
+        for rid in [rid for rid, held in self._held.items() if held.deadline <= now]:
+            self._backend.cancel(rid)
+            self._end(rid, Outcome.failed(ExecutionTimeout(f"the sample did not end within {self._timeout_s:g} s"), tainted=False))
+
+    async def _settle(self) -> None:
+        """Write all outcomes in one round trip; with the store away they are kept."""
+        if not self._unsettled or self._clock() < self._settle_pause.until:
+            return
+        settled = dict(self._unsettled)
+        try:
+            lost = await self._lanes.pool_settle(self._replica, list(settled.values()))
+        except StateContention as error:
+            log.warning("pool %s: %d outcomes are kept until the store is back (%s)", self._base, len(settled), error)
+            self._settle_pause.lengthen(self._clock())
+            return
+        self._settle_pause.end()
+        for rid, pair in settled.items():
+            if self._unsettled.get(rid) is pair:
+                del self._unsettled[rid]
+        if lost:
+            log.info("pool %s: %d outcomes came too late, others have settled them", self._base, len(lost))
+
+    async def _end_intake(self) -> None:
+        if self._intake is not None:
+            self._intake.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._intake

@@ -1,0 +1,188 @@
+"""Artifacts on disk: whole or not at all, checked when read, and no path that a caller could choose."""
+
+import json
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from tinsmith.config import ConfigError
+from tinsmith.lifecycle.checkpoints import ArtifactKind, Checkpoints, artifact_id, tenant_of
+from tinsmith.protocol.errors import NotFound, ValidationFailed
+from tinsmith.state.store import SCHEMA_VERSION
+
+FILES = {"adapter_config.json": b"{}", "adapter_model.safetensors": bytes(range(256)) * 10}
+ARTIFACT = artifact_id("local", "5e55:train:0", ArtifactKind.TRAINING, seq=7, token=3)
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> Checkpoints:
+    return Checkpoints(tmp_path / "root")
+
+
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "root" / ARTIFACT
+
+
+def test_an_artifact_comes_back_as_it_was_written(checkpoints: Checkpoints) -> None:
+    manifest = checkpoints.write(ARTIFACT, FILES)
+    assert checkpoints.read(ARTIFACT) == FILES
+    assert manifest.size_bytes == sum(map(len, FILES.values()))
+    assert (manifest.tenant, manifest.artifact, manifest.schema_version) == ("local", ARTIFACT, SCHEMA_VERSION)
+    assert checkpoints.file(ARTIFACT, "adapter_config.json").read_bytes() == b"{}"
+
+
+def test_an_id_holds_tenant_model_kind_seq_and_token() -> None:
+    assert ARTIFACT == "local/5e55=3Atrain=3A0/weights/7-3"
+    assert tenant_of(ARTIFACT) == "local"
+
+
+def test_different_models_have_different_folders() -> None:
+    ids = {artifact_id("t", model, ArtifactKind.SNAPSHOT, seq=1, token=1) for model in ("a:b", "a=3Ab", "a%3Ab", "a b", "a/b")}
+    assert len(ids) == 5
+
+
+@pytest.mark.parametrize("artifact", ["", "a/b/c", "a/b/c/d/e", "../b/c/d", "a/b/c/..", "/b/c/d", "a/b/c/.x", "a/b/c/d\n", "a/b\0/c/d"])
+def test_an_id_cannot_leave_the_tree(checkpoints: Checkpoints, artifact: str) -> None:
+    for use in (checkpoints.read, checkpoints.manifest, checkpoints.delete):
+        with pytest.raises(ValidationFailed, match="not the id"):
+            use(artifact)
+
+
+@pytest.mark.parametrize("name", ["", "../x", "a/b", ".hidden", "manifest.json", "x" * 300])
+def test_a_file_name_cannot_leave_its_artifact(checkpoints: Checkpoints, name: str) -> None:
+    with pytest.raises(ValidationFailed, match="not the name"):
+        checkpoints.write(ARTIFACT, {name: b""})
+
+
+@pytest.mark.proves("P8", "P9")
+def test_the_first_write_of_an_id_stays(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    first = checkpoints.write(ARTIFACT, FILES)
+    assert checkpoints.write(ARTIFACT, {"other": b"1"}) == first
+    assert checkpoints.read(ARTIFACT) == FILES
+    assert list((tmp_path / "root" / ".tmp").iterdir()) == []
+
+
+@pytest.mark.proves("P9")
+def test_of_two_writers_at_once_one_wins_and_both_succeed(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    both = threading.Barrier(2)
+    rename = Path.rename
+
+    def rename_together(self: Path, target: Path) -> Path:
+        both.wait(5)
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", rename_together)
+    threads = [threading.Thread(target=checkpoints.write, args=(ARTIFACT, {"f": bytes([index])})) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert checkpoints.read(ARTIFACT)["f"] in (b"\0", b"\1")
+
+
+def test_a_write_that_fails_leaves_nothing(checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(handle: int) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="disk full"):
+        checkpoints.write(ARTIFACT, FILES)
+    assert list(checkpoints.artifacts()) == []
+    assert list((tmp_path / "root" / ".tmp").iterdir()) == []
+
+
+def test_a_rename_that_fails_is_told(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Path, target: Path) -> Path:
+        raise OSError("read-only")
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(OSError, match="read-only"):
+        checkpoints.write(ARTIFACT, FILES)
+
+
+def test_an_unknown_artifact_is_not_found(checkpoints: Checkpoints) -> None:
+    with pytest.raises(NotFound, match="load another"):
+        checkpoints.read(ARTIFACT)
+    checkpoints.write(ARTIFACT, FILES)
+    with pytest.raises(NotFound, match="no file"):
+        checkpoints.file(ARTIFACT, "passwd")
+
+
+@pytest.mark.proves("R11")
+@pytest.mark.parametrize("damage", ["truncated", "changed", "gone", "manifest", "manifest of another"])
+def test_damage_is_found(checkpoints: Checkpoints, tmp_path: Path, damage: str) -> None:
+    checkpoints.write(ARTIFACT, FILES)
+    weights, manifest = folder(tmp_path) / "adapter_model.safetensors", folder(tmp_path) / "manifest.json"
+    match damage:
+        case "truncated":
+            weights.write_bytes(weights.read_bytes()[:-1])
+        case "changed":
+            weights.write_bytes(bytes(2560))
+        case "gone":
+            weights.unlink()
+        case "manifest":
+            manifest.write_text("{")
+        case "manifest of another":
+            manifest.write_text(manifest.read_text().replace("7-3", "7-4"))
+    with pytest.raises(ValidationFailed, match=r"damaged.*load another checkpoint"):
+        checkpoints.read(ARTIFACT)
+
+
+def test_a_manifest_cannot_name_a_file_elsewhere(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    checkpoints.write(ARTIFACT, FILES)
+    manifest = folder(tmp_path) / "manifest.json"
+    manifest.write_text(manifest.read_text().replace("adapter_config.json", "../../../../secret"))
+    with pytest.raises(ValidationFailed, match="not the name"):
+        checkpoints.read(ARTIFACT)
+
+
+def test_a_newer_schema_is_refused_with_the_remedy(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    checkpoints.write(ARTIFACT, FILES)
+    manifest = folder(tmp_path) / "manifest.json"
+    content = json.loads(manifest.read_text()) | {"schema_version": SCHEMA_VERSION + 1, "later_field": 1}
+    manifest.write_text(json.dumps(content))
+    with pytest.raises(ValidationFailed, match="upgrade the server"):
+        checkpoints.read(ARTIFACT)
+
+
+def test_a_delete_removes_all_of_it_once(checkpoints: Checkpoints) -> None:
+    checkpoints.write(ARTIFACT, FILES)
+    assert checkpoints.delete(ARTIFACT)
+    assert not checkpoints.delete(ARTIFACT)
+    with pytest.raises(NotFound):
+        checkpoints.read(ARTIFACT)
+
+
+def test_a_sweep_takes_what_nobody_names_and_what_was_abandoned(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    kept, leftover = ARTIFACT, artifact_id("local", "5e55:train:0", ArtifactKind.SNAPSHOT, seq=7, token=2)
+    for artifact in (kept, leftover):
+        checkpoints.write(artifact, FILES)
+    abandoned = tmp_path / "root" / ".tmp" / "half"
+    abandoned.mkdir()
+    (abandoned / "adapter_config.json").write_bytes(b"{")
+    assert checkpoints.sweep({kept}, min_age_s=3600) == 0  # it may be on its way to being named
+    assert checkpoints.sweep({kept}, min_age_s=-1) == 2
+    assert list(checkpoints.artifacts()) == [kept]
+    assert not abandoned.exists()
+
+
+def test_a_sweep_survives_what_vanishes_under_it(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Checkpoints, "artifacts", lambda self: iter([ARTIFACT]))
+    assert checkpoints.sweep((), min_age_s=-1) == 0
+
+
+def test_a_probe_finds_a_usable_directory(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    checkpoints.probe()
+    assert list((tmp_path / "root" / ".tmp").iterdir()) == []
+
+
+def test_a_probe_names_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(ConfigError, match=r"checkpoints\.dir.*name a directory"):
+        Checkpoints(blocked / "below").probe()
+    monkeypatch.setattr(Path, "read_bytes", lambda self: b"something else")
+    with pytest.raises(ConfigError, match="give back"):
+        Checkpoints(tmp_path).probe()

@@ -1,0 +1,116 @@
+"""The end of sessions, by their client or by the janitor."""
+
+import pytest
+
+from tests.fakes.face import Face, open_face
+from tinsmith.lifecycle.sessions import SessionSweep, end_session
+from tinsmith.protocol.errors import StateContention
+from tinsmith.state.store import Store
+
+TIMEOUT_MS = 300_000
+
+
+def sweep_of(face: Face, store: Store | None = None, holder: str = "a") -> SessionSweep:
+    return SessionSweep(store or face.store, face.lanes, holder=holder, timeout_ms=TIMEOUT_MS, stuck_ms=10**12, lease_ms=20_000)
+
+
+async def expired(sweep: SessionSweep) -> tuple[str, ...]:
+    report = await sweep.run()
+    assert report is not None
+    return report.expired
+
+
+@pytest.mark.proves("R67")
+async def test_a_silent_session_ends_and_its_work_fails():
+    async with open_face() as face:
+        sweep = sweep_of(face)
+        silent, alive = await face.session(), await face.session()
+        model_id = await face.model(silent)
+        step = await face.ok("/optim_step", {"model_id": model_id, "seq_id": 1, "adam_params": {}})
+        assert await expired(sweep) == ()
+        face.advance(TIMEOUT_MS - 1000)
+        await face.ok("/session_heartbeat", {"session_id": alive})
+        assert await expired(sweep) == ()
+        face.advance(1001)
+        assert await expired(sweep) == (silent,)
+        assert await expired(sweep) == ()
+        assert (await face.post("/session_heartbeat", {"session_id": silent})).status_code == 410
+        assert "expired" in (await face.retrieve(step["request_id"])).json()["error"]
+        info = await face.lanes.lane(model_id)
+        assert info is None or not info.is_open
+        assert (await face.services.catalog.model("local", model_id)).ended_ms == face.clock[0]
+
+
+@pytest.mark.proves("R58", "R67")
+async def test_time_without_the_store_is_no_silence():
+    async with open_face() as face:
+        store = Flaky(face.store)
+        sweep = sweep_of(face, store)
+        session_id = await face.session()
+        assert await expired(sweep) == ()
+        store.is_away = True
+        face.advance(2 * TIMEOUT_MS)
+        with pytest.raises(StateContention):
+            await sweep.run()
+        store.is_away = False
+        assert await expired(sweep) == ()
+        face.advance(TIMEOUT_MS + 1)
+        assert await expired(sweep) == (session_id,)
+
+
+@pytest.mark.proves("R60")
+async def test_one_process_sweeps_at_a_time():
+    async with open_face() as face:
+        first, second = sweep_of(face, holder="a"), sweep_of(face, holder="b")
+        session_id = await face.session()
+        assert await first.run() is not None
+        assert await second.run() is None
+        face.advance(2 * TIMEOUT_MS)
+        assert await expired(second) == ()  # it has heard nothing yet, so it cannot tell silence
+        assert await first.run() is None
+        face.advance(TIMEOUT_MS + 1)
+        assert await expired(second) == (session_id,)
+
+
+async def test_an_end_that_was_cut_short_is_finished():
+    async with open_face() as face:
+        session_id = await face.session()
+        model_id = await face.model(session_id)
+        await face.services.catalog.end_session("local", session_id, reason="success", now_ms=face.clock[0])
+        assert (await face.lanes.lane(model_id)).is_open
+        await expired(sweep_of(face))
+        info = await face.lanes.lane(model_id)
+        assert info is None or not info.is_open
+
+
+async def test_a_beat_after_the_end_is_swept():
+    async with open_face() as face:
+        await face.services.catalog.beat("local", "ghost", face.clock[0])
+        await face.session()
+        sweep = sweep_of(face)
+        await expired(sweep)
+        face.advance(TIMEOUT_MS + 1)
+        assert "ghost" in await expired(sweep)
+        assert await face.services.catalog.beats("local") == {}
+
+
+async def test_ending_twice_keeps_the_first_reason():
+    async with open_face() as face:
+        session_id = await face.session()
+        catalog = face.services.catalog
+        first = await end_session(catalog, face.lanes, "local", session_id, reason="success", now_ms=1)
+        again = await end_session(catalog, face.lanes, "local", session_id, reason="errored", now_ms=2)
+        assert first == again
+
+
+class Flaky:
+    """A store that can be away."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.is_away = False
+
+    def __getattr__(self, name: str) -> object:
+        if self.is_away:
+            raise StateContention("the store is away")
+        return getattr(self._store, name)
