@@ -1,0 +1,322 @@
+"""Many LoRA adapters on one frozen base model: where their parameters lie, the linear layer that applies one, and their optimizer.
+
+An adapter's parameters lie in ONE contiguous float32 buffer (its masters); gradient and Adam moments are buffers of the same layout.
+Switching adapters sets a pointer, the optimizer is one fused call, saving needs no gather. Knows nothing of losses, batches or files.
+
+Module matching, initialisation and scaling follow PEFT: y = x W^T + (alpha / r) (x A^T) B^T, A uniform in +-1/sqrt(I), B = 0.
+
+Dimensions: T rows (tokens), I and O input and output features of a linear layer, R rank, P all parameters of an adapter.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.optim.adamw import adamw
+
+from tinsmith.protocol.errors import InternalError, ValidationFailed
+from tinsmith.protocol.training import LORA_ALPHA, AdamParams, LoraConfig
+
+CLIP_EPS = 1e-6  # of torch.nn.utils.clip_grad_norm_
+
+
+class Group(StrEnum):
+    """Which flag of LoraConfig trains a linear layer."""
+
+    ATTN = "train_attn"
+    MLP = "train_mlp"
+    UNEMBED = "train_unembed"
+
+
+_GROUP_OF = {
+    "q_proj": Group.ATTN,
+    "k_proj": Group.ATTN,
+    "v_proj": Group.ATTN,
+    "o_proj": Group.ATTN,
+    "gate_proj": Group.MLP,
+    "up_proj": Group.MLP,
+    "down_proj": Group.MLP,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A linear layer of the base model that can carry adapters; `name` is its dotted module name."""
+
+    name: str
+    group: Group
+    in_features: int
+    out_features: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The two factors of one adapter at one site, in the compute dtype, and where their gradients are summed (float32)."""
+
+    A_RI: Tensor
+    B_OR: Tensor
+    scale: float
+    grad_A_RI: Tensor | None = None
+    grad_B_OR: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a site's factors lie in the buffer."""
+
+    site: Site
+    offset: int
+    rank: int
+
+    @property
+    def size(self) -> int:
+        return self.rank * (self.site.in_features + self.site.out_features)
+
+    def views(self, buffer_P: Tensor) -> tuple[Tensor, Tensor]:
+        """A_RI and B_OR as views."""
+        split = self.offset + self.rank * self.site.in_features
+        A_RI = buffer_P[self.offset : split].view(self.rank, self.site.in_features)
+        B_OR = buffer_P[split : self.offset + self.size].view(self.site.out_features, self.rank)
+        return A_RI, B_OR
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The order of an adapter's parameters; `placements[i]` is None where the adapter does not train site i."""
+
+    placements: tuple[Placement | None, ...]
+    size: int
+    rank: int
+
+    @classmethod
+    def of(cls, sites: Sequence[Site], lora: LoraConfig) -> "Layout":
+        """Raises ValidationFailed if a flag that is set has no layer to act on, or if none is set."""
+        flags = {Group.ATTN: lora.train_attn, Group.MLP: lora.train_mlp, Group.UNEMBED: lora.train_unembed}
+        if not any(flags.values()):
+            raise ValidationFailed("lora_config: at least one of train_attn, train_mlp and train_unembed must be true")
+        for group, wanted in flags.items():
+            if wanted and not any(site.group is group for site in sites):
+                raise ValidationFailed(f"lora_config: the base model has no layers that {group} could train; set it to false")
+        placements: list[Placement | None] = []
+        offset = 0
+        for site in sites:
+            placement = Placement(site, offset, lora.rank) if flags[site.group] else None
+            offset += placement.size if placement else 0
+            placements.append(placement)
+        return cls(tuple(placements), offset, lora.rank)
+
+    @property
+    def trained(self) -> list[Placement]:
+        return [placement for placement in self.placements if placement]
+
+
+@dataclass(slots=True)
+class Moments:
+    """Adam's state after `step` steps."""
+
+    exp_avg_P: Tensor
+    exp_avg_sq_P: Tensor
+    step: int
+
+
+@dataclass(slots=True)
+class Adapter:
+    """All that a model's training consists of. `grad_P` None: nothing accumulated; `moments` None: no step taken yet."""
+
+    lora: LoraConfig
+    layout: Layout
+    weights_P: Tensor
+    moments: Moments | None = None
+    grad_P: Tensor | None = None
+
+    @classmethod
+    def fresh(cls, lora: LoraConfig, layout: Layout, device: torch.device) -> "Adapter":
+        """B = 0; A fixed by (seed, module name), whatever else is trained."""
+        weights_P = torch.zeros(layout.size)
+        for placement in layout.trained:
+            A_RI, _ = placement.views(weights_P)
+            bound = 1.0 / math.sqrt(placement.site.in_features)
+            A_RI.uniform_(-bound, bound, generator=_generator(lora.seed, placement.site.name))
+        return cls(lora, layout, weights_P.to(device))
+
+    def accumulate(self, grad_P: Tensor) -> None:
+        """Add the gradient of one command; the buffer given is taken over. Raises ValidationFailed, with nothing added, if the sum is
+        not finite."""
+        total_P = grad_P if self.grad_P is None else grad_P.add_(self.grad_P)
+        if not _is_finite(total_P):
+            raise ValidationFailed("the accumulated gradient is not finite; lower the weights, advantages or learning rate")
+        self.grad_P = total_P
+
+    def step(self, params: AdamParams) -> float | None:
+        """One AdamW step as torch.optim.AdamW computes it; returns the L2 norm of the gradient before clipping.
+
+        Clipping scales the summed gradient by min(1, c / (norm + 1e-6)) before the moments see it. Nothing accumulated: nothing changes
+        and the answer is None. A norm that is not finite raises InternalError with the gradient cleared and all else unchanged.
+        """
+        grad_P, self.grad_P = self.grad_P, None
+        if grad_P is None:
+            return None
+        norm = float(torch.linalg.vector_norm(grad_P, dtype=torch.float64))
+        if not math.isfinite(norm):
+            raise InternalError("the accumulated gradient is not finite; it was cleared and no step was taken")
+        if params.grad_clip_norm > 0:
+            grad_P.mul_(min(1.0, params.grad_clip_norm / (norm + CLIP_EPS)))
+        moments = self.moments or Moments(torch.zeros_like(grad_P), torch.zeros_like(grad_P), 0)
+        adamw(
+            [self.weights_P],
+            [grad_P],
+            [moments.exp_avg_P],
+            [moments.exp_avg_sq_P],
+            [],
+            [torch.tensor(float(moments.step), device=grad_P.device)],
+            fused=True,
+            amsgrad=False,
+            maximize=False,
+            lr=params.learning_rate,
+            beta1=params.beta1,
+            beta2=params.beta2,
+            eps=params.eps,
+            weight_decay=params.weight_decay,
+        )
+        moments.step += 1
+        self.moments = moments
+        return norm
+
+
+class ActiveAdapter:
+    """The pointer that all LoRA layers of a model follow: the factors of the adapter that is being computed, by site."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.pairs: Sequence[Pair | None] | None = None
+        # The factors are no autograd leaves (their gradients go straight into a buffer); this one makes their products differentiable.
+        self.anchor = torch.zeros((), device=device, requires_grad=True)
+
+    @contextmanager
+    def use(self, adapter: Adapter, dtype: torch.dtype, grad_P: Tensor | None = None) -> Iterator[None]:
+        """Compute with an adapter; with `grad_P` [P] float32, backward passes add to it."""
+        weights_P = adapter.weights_P.to(dtype)  # the masters themselves in float32
+        self.pairs = [
+            _pair(placement, weights_P, grad_P, LORA_ALPHA / adapter.layout.rank) if placement else None
+            for placement in adapter.layout.placements
+        ]
+        try:
+            yield
+        finally:
+            self.pairs = None
+
+
+class LoraLinear(nn.Module):
+    """A frozen linear layer that adds the active adapter's product; shares the base layer's parameters."""
+
+    def __init__(self, base: nn.Linear, active: ActiveAdapter, index: int) -> None:
+        super().__init__()
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.weight, self.bias = base.weight, base.bias
+        self._active = active
+        self._index = index
+
+    @property
+    def pair(self) -> Pair | None:
+        """The active adapter's factors here; None without an adapter or where it does not train this layer."""
+        return self._active.pairs[self._index] if self._active.pairs is not None else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        pair = self.pair
+        if pair is None:
+            return nn.functional.linear(x, self.weight, self.bias)
+        x_TI = x.reshape(-1, self.in_features)
+        if torch.is_grad_enabled():
+            y_TO: Tensor = _LoraProduct.apply(x_TI, self._active.anchor, self, pair)  # type: ignore[no-untyped-call]
+        else:
+            y_TO, _ = self.product(x_TI, pair)
+        return y_TO.view(*x.shape[:-1], self.out_features)
+
+    def product(self, x_TI: Tensor, pair: Pair | None) -> tuple[Tensor, Tensor | None]:
+        """y_TO and, for the backward pass, the low-rank product u_TR = x A^T."""
+        y_TO = nn.functional.linear(x_TI, self.weight, self.bias)
+        if pair is None:
+            return y_TO, None
+        u_TR = x_TI @ pair.A_RI.T
+        return y_TO.addmm_(u_TR, pair.B_OR.T, alpha=pair.scale), u_TR
+
+    def adapter_gradient(self, dy_TO: Tensor, x_TI: Tensor, u_TR: Tensor | None, pair: Pair | None) -> Tensor | None:
+        """Add the factors' gradients to the pair's buffers; returns du_TR, which `input_gradient` takes."""
+        if pair is None or u_TR is None:
+            return None
+        du_TR = (dy_TO @ pair.B_OR).mul_(pair.scale)
+        if pair.grad_A_RI is not None and pair.grad_B_OR is not None:
+            _add_product(pair.grad_A_RI, du_TR.T, x_TI, 1.0)
+            _add_product(pair.grad_B_OR, dy_TO.T, u_TR, pair.scale)
+        return du_TR
+
+    def input_gradient(self, dy_TO: Tensor, du_TR: Tensor | None, pair: Pair | None) -> Tensor:
+        """dx_TI."""
+        dx_TI = dy_TO @ self.weight
+        return dx_TI if pair is None or du_TR is None else dx_TI.addmm_(du_TR, pair.A_RI)
+
+
+class _LoraProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TI: Tensor, anchor: Tensor, layer: LoraLinear, pair: Pair) -> Tensor:
+        y_TO, u_TR = layer.product(x_TI, pair)
+        ctx.save_for_backward(x_TI, u_TR)
+        ctx.layer, ctx.pair = layer, pair
+        return y_TO
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_TO: Tensor) -> tuple[Tensor | None, None, None, None]:
+        x_TI, u_TR = ctx.saved_tensors
+        layer, pair = ctx.layer, ctx.pair
+        du_TR = layer.adapter_gradient(dy_TO, x_TI, u_TR, pair)
+        # The first layer's input comes from the frozen embedding and wants no gradient.
+        dx_TI = layer.input_gradient(dy_TO, du_TR, pair) if ctx.needs_input_grad[0] else None
+        return dx_TI, None, None, None
+
+
+def install(model: nn.Module, unembedding: nn.Module, active: ActiveAdapter) -> tuple[Site, ...]:
+    """Put a LoraLinear in place of every linear layer that adapters can train; returns the sites in the model's order.
+
+    A tied unembedding is replaced on the output side only; the embedding keeps the shared weight.
+    """
+    found = [
+        (name, module, Group.UNEMBED if module is unembedding else _GROUP_OF[name.rpartition(".")[2]])
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and (module is unembedding or name.rpartition(".")[2] in _GROUP_OF)
+    ]
+    for index, (name, module, _) in enumerate(found):
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, LoraLinear(module, active, index))
+    return tuple(Site(name, group, module.in_features, module.out_features) for name, module, group in found)
+
+
+def _pair(placement: Placement, weights_P: Tensor, grad_P: Tensor | None, scale: float) -> Pair:
+    A_RI, B_OR = placement.views(weights_P)
+    if grad_P is None:
+        return Pair(A_RI, B_OR, scale)
+    return Pair(A_RI, B_OR, scale, *placement.views(grad_P))
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor, alpha: float) -> None:
+    """total += alpha * left @ right; `total` is float32, the factors may be of a shorter dtype."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right, alpha=alpha)
+    else:
+        total.add_(left @ right, alpha=alpha)
+
+
+def _generator(seed: int, name: str) -> torch.Generator:
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+def _is_finite(values_P: Tensor) -> bool:
+    """One pass without a mask of the same size: the largest magnitude is NaN or infinite iff some element is."""
+    return math.isfinite(float(torch.linalg.vector_norm(values_P, math.inf)))

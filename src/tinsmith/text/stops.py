@@ -1,0 +1,54 @@
+"""When a sample ends: the stop rules of a request, applied to one token after the other.
+
+The rule for stop strings: the sampled tokens are returned up to and including the token that completes the string, even where that token
+carries text beyond it. Tokens are never split or dropped, so tokens and log-probs stay aligned one to one, and a trainer sees exactly
+the tokens that were drawn. Only sampled text counts: a string that began in the prompt does not match.
+"""
+
+from collections.abc import Collection
+
+from tinsmith.text.tokenizer import Tokenizer
+
+Stop = tuple[str, ...] | tuple[int, ...] | None
+
+
+class StopMatcher:
+    """The stop state of one sequence.
+
+    stop None: an end-of-sequence token stops. Empty: nothing stops, the end of sequence neither. Token ids or strings: any of them
+    stops, and so does an end-of-sequence token.
+    """
+
+    def __init__(self, stop: Stop, eos_token_ids: Collection[int], tokenizer: Tokenizer | None) -> None:
+        """`tokenizer` is needed for strings only; ValueError without it."""
+        self._ids = _stop_ids(stop, eos_token_ids)
+        self._strings = tuple(text for text in stop or () if isinstance(text, str))
+        if any(not text for text in self._strings):
+            raise ValueError("an empty stop string would stop before the first token")
+        self._tail = ""
+        self._kept = max((len(text) for text in self._strings), default=1) - 1
+        self._stream = None
+        if self._strings:
+            if tokenizer is None:
+                raise ValueError("stop strings need a tokenizer")
+            self._stream = tokenizer.stream()
+
+    def push(self, token: int) -> bool:
+        """Take the next sampled token; True if the sequence ends with it."""
+        if token in self._ids:
+            return True
+        if self._stream is None:
+            return False
+        text = self._tail + self._stream.push(token)
+        if any(string in text for string in self._strings):
+            return True
+        self._tail = text[max(0, len(text) - self._kept) :]
+        return False
+
+
+def _stop_ids(stop: Stop, eos_token_ids: Collection[int]) -> frozenset[int]:
+    if stop is None:
+        return frozenset(eos_token_ids)
+    if not stop:
+        return frozenset()
+    return frozenset(eos_token_ids) | {token for token in stop if isinstance(token, int)}
