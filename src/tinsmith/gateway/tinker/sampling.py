@@ -1,0 +1,158 @@
+"""Routes of sampling: sampling sessions and asample."""
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from pydantic import Field, ValidationError
+
+from tinsmith.gateway import bodies
+from tinsmith.gateway.deps import Services, ServicesDep, TenantDep
+from tinsmith.gateway.preflight import check_sample
+from tinsmith.gateway.tinker.submit import derived_seed, submit_sample
+from tinsmith.protocol import ids, wire_json
+from tinsmith.protocol.errors import InvalidRequest, ValidationFailed
+from tinsmith.protocol.ids import Work
+from tinsmith.protocol.sampling import MAX_NUM_SAMPLES, MAX_STOPS, MAX_TOP_K, Sample, SamplingParams
+from tinsmith.protocol.sessions import CheckpointRecord, SamplerRecord
+from tinsmith.protocol.wire_json import Body, ModelInputBody
+
+MAX_STOP_CHARACTERS = 256  # of one stop string
+
+router = APIRouter()
+
+
+class SamplingSessionBody(Body):
+    session_id: str
+    sampling_session_seq_id: int
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+class ParamsBody(Body):
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | list[int] | None = None
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+
+    def decode(self, rid: str) -> SamplingParams:
+        """Raises ValidationFailed."""
+        try:
+            return SamplingParams(
+                seed=derived_seed(rid) if self.seed is None else self.seed,
+                max_tokens=self.max_tokens,
+                temperature=self.temperature,
+                top_k=self.top_k,
+                top_p=self.top_p,
+                stop=_stops(self.stop),
+            )
+        except ValidationError as error:
+            raise ValidationFailed(f"sampling_params.{wire_json.describe(error)}") from error
+
+
+class SampleBody(Body):
+    sampling_session_id: str
+    seq_id: int
+    prompt: ModelInputBody
+    sampling_params: ParamsBody = ParamsBody()
+    num_samples: int = Field(default=1, ge=1, le=MAX_NUM_SAMPLES)
+    prompt_logprobs: bool = False
+    topk_prompt_logprobs: int = Field(default=0, ge=0, le=MAX_TOP_K)
+    topk_sample_logprobs: int = 0
+    target_prompt_logprobs: dict[str, Any] | None = None
+    prompt_alt_tokens_k: int = 0
+    prompt_logprobs_last_n: int | None = None
+    record_stability_info: bool = False
+
+    def decode(self, rid: str, adapter: str | None) -> Sample:
+        """Raises ValidationFailed."""
+        self._refuse_unimplemented()
+        return Sample(
+            prompt=self.prompt.decode("prompt"),
+            params=self.sampling_params.decode(rid),
+            num_samples=self.num_samples,
+            adapter=adapter,
+            prompt_logprobs=self.prompt_logprobs,
+            topk_prompt_logprobs=self.topk_prompt_logprobs,
+        )
+
+    def _refuse_unimplemented(self) -> None:
+        asked = {
+            "topk_sample_logprobs": self.topk_sample_logprobs != 0,
+            "target_prompt_logprobs": self.target_prompt_logprobs is not None,
+            "prompt_alt_tokens_k": self.prompt_alt_tokens_k != 0,
+            "prompt_logprobs_last_n": self.prompt_logprobs_last_n is not None,
+            "record_stability_info": self.record_stability_info,
+        }
+        for name, is_asked in asked.items():
+            if is_asked:
+                raise ValidationFailed(f"{name}: not implemented; leave it out")
+
+
+@router.post("/create_sampling_session")
+async def create_sampling_session(request: Request, services: ServicesDep, tenant: TenantDep) -> dict[str, object]:
+    """Cheap: the checkpoint is looked up, a sampler loads it with the first sample. Idempotent by the number in the session."""
+    body = await bodies.read(request, SamplingSessionBody)
+    if body.sampling_session_seq_id < 0:
+        raise ValidationFailed(f"sampling_session_seq_id: {body.sampling_session_seq_id} is negative; count from 0")
+    await services.catalog.live_session(tenant, body.session_id)
+    checkpoint = await _checkpoint(services, tenant, body)
+    base_model = checkpoint.base_model if checkpoint is not None else body.base_model
+    if base_model is None:
+        raise InvalidRequest("base_model, model_path: send one of them")
+    record = SamplerRecord(
+        tenant=tenant,
+        session_id=body.session_id,
+        sampler_id=ids.sampling_session_id(body.session_id, body.sampling_session_seq_id),
+        base_model=services.base_model(base_model).name,
+        model_path=body.model_path,
+        artifact=None if checkpoint is None else checkpoint.artifact,
+        created_ms=await services.store.now_ms(),
+    )
+    await services.catalog.add_sampler(record)
+    return {"sampling_session_id": record.sampler_id, "type": "create_sampling_session"}
+
+
+@router.get("/samplers/{sampler_id}")
+async def get_sampler(sampler_id: str, services: ServicesDep, tenant: TenantDep) -> dict[str, object]:
+    record = await services.catalog.sampler(tenant, sampler_id)
+    return {"sampler_id": record.sampler_id, "base_model": record.base_model, "model_path": record.model_path}
+
+
+@router.post("/asample")
+async def asample(request: Request, services: ServicesDep, tenant: TenantDep) -> dict[str, object]:
+    """Seq ids need be neither contiguous nor in order; the same one again is a repeat and answers the same promise."""
+    body = await bodies.read(request, SampleBody)
+    sampler = await services.catalog.sampler(tenant, body.sampling_session_id)
+    await services.catalog.live_session(tenant, sampler.session_id)
+    rid = await services.request_id(Work.SAMPLING, tenant, sampler.sampler_id, body.seq_id)
+    sample = body.decode(rid, sampler.artifact)
+    check_sample(sample, services.base_model(sampler.base_model))
+    await submit_sample(services, sampler, body.seq_id, rid, sample)
+    return {"request_id": rid, "sample_sequence_ids": [f"{rid}-{index}" for index in range(sample.num_samples)]}
+
+
+async def _checkpoint(services: Services, tenant: str, body: SamplingSessionBody) -> CheckpointRecord | None:
+    if body.model_path is None:
+        return None
+    try:
+        checkpoint = await services.checkpoint(tenant, body.model_path)
+    except ValidationFailed as error:
+        raise InvalidRequest(f"model_{error.message}") from error
+    if body.base_model not in (None, checkpoint.base_model):
+        raise InvalidRequest(f"base_model: the checkpoint belongs to {checkpoint.base_model}; leave base_model out")
+    return checkpoint
+
+
+def _stops(stop: str | list[str] | list[int] | None) -> tuple[str, ...] | tuple[int, ...] | None:
+    if stop is None:
+        return None
+    if isinstance(stop, str):
+        stop = [stop]
+    if len(stop) > MAX_STOPS:
+        raise ValidationFailed(f"sampling_params.stop: {len(stop)} entries, the bound is {MAX_STOPS}; send fewer")
+    texts = tuple(entry for entry in stop if isinstance(entry, str))
+    if any(not 1 <= len(text) <= MAX_STOP_CHARACTERS for text in texts):
+        raise ValidationFailed(f"sampling_params.stop: a string must have 1 to {MAX_STOP_CHARACTERS} characters")
+    return texts if texts else tuple(entry for entry in stop if isinstance(entry, int))

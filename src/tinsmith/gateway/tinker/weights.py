@@ -1,0 +1,194 @@
+"""Routes of checkpoints: save, save for sampling, load, and what a checkpoint holds."""
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from tinsmith.gateway import bodies
+from tinsmith.gateway.deps import Services, ServicesDep, TenantDep
+from tinsmith.gateway.metadata import checked_metadata
+from tinsmith.gateway.tinker.submit import new_model_id, submit_creation, submit_turn
+from tinsmith.gateway.tinker.training import OptimizerBody
+from tinsmith.protocol import ids, wire_json
+from tinsmith.protocol.errors import EndpointUnavailable, ValidationFailed
+from tinsmith.protocol.sessions import CheckpointKind, CheckpointRecord, ModelRecord
+from tinsmith.protocol.training import Kind, LoadWeights, LoraConfig, SaveWeights, SaveWeightsForSampler
+from tinsmith.protocol.wire_json import Body
+
+MIN_TTL_S = 3600
+MAX_TTL_S = 10 * 365 * 24 * 3600
+
+router = APIRouter()
+
+
+class SaveBody(Body):
+    path: str | None = None
+    ttl_seconds: int | None = None
+    overwrite: bool = False
+    user_metadata: dict[str, Any] | None = None
+
+    def checked_ttl(self) -> int | None:
+        if self.ttl_seconds is not None and not MIN_TTL_S <= self.ttl_seconds <= MAX_TTL_S:
+            raise ValidationFailed(f"ttl_seconds: {self.ttl_seconds} is outside {MIN_TTL_S} (1 hour) to {MAX_TTL_S} (10 years)")
+        return self.ttl_seconds
+
+    def decode(self) -> SaveWeights:
+        """Raises ValidationFailed."""
+        if self.path is None:
+            raise ValidationFailed("path: missing; send a name for the checkpoint")
+        return SaveWeights(
+            name=ids.check_name(self.path, "path"),
+            overwrite=self.overwrite,
+            ttl_seconds=self.checked_ttl(),
+            user_metadata=checked_metadata(self.user_metadata),
+        )
+
+
+class SaveForSamplerBody(SaveBody):
+    sampling_session_seq_id: int | None = None
+    kind: str = "snapshot"
+
+    def decode_for(self, session_id: str) -> SaveWeightsForSampler:
+        """Raises ValidationFailed."""
+        if self.kind != "snapshot":
+            raise ValidationFailed(f"kind: {self.kind[:40]!r} is not implemented; use snapshot")
+        if (self.path is None) == (self.sampling_session_seq_id is None):
+            raise ValidationFailed("path, sampling_session_seq_id: send a name for the checkpoint, or the number of a sampling session")
+        sampler_id = None
+        if self.sampling_session_seq_id is not None:
+            if self.sampling_session_seq_id < 0:
+                raise ValidationFailed(f"sampling_session_seq_id: {self.sampling_session_seq_id} is negative; count from 0")
+            sampler_id = ids.sampling_session_id(session_id, self.sampling_session_seq_id)
+        return SaveWeightsForSampler(
+            name=None if self.path is None else ids.check_name(self.path, "path"),
+            sampling_session_id=sampler_id,
+            ttl_seconds=self.checked_ttl(),
+            user_metadata=checked_metadata(self.user_metadata),
+        )
+
+
+class LoadBody(Body):
+    """Into an existing model (model_id, seq_id), or into a new one (session_id, model_seq_id) whose first request this is.
+
+    A `weights_access_token` names another account's credential; it is neither read nor kept, and the path is looked up as the caller's.
+    """
+
+    path: str
+    optimizer: bool = False
+    optimizer_config: OptimizerBody = OptimizerBody()
+    base_model: str | None = None
+    user_metadata: dict[str, Any] | None = None
+
+
+class NewModelBody(LoadBody):
+    session_id: str
+    model_seq_id: int
+
+
+class WeightsInfoBody(Body):
+    tinker_path: str
+
+
+@router.post("/save_weights")
+async def save_weights(request: Request, services: ServicesDep, tenant: TenantDep) -> dict[str, object]:
+    tree = await bodies.read_tree(request)
+
+    async def build(_: ModelRecord) -> SaveWeights:
+        return wire_json.validate(SaveBody, tree).decode()
+
+    return await submit_turn(services, tenant, wire_json.json_head(tree), Kind.SAVE_WEIGHTS, build)
+
+
+@router.post("/save_weights_for_sampler")
+async def save_weights_for_sampler(request: Request, services: ServicesDep, tenant: TenantDep) -> dict[str, object]:
+    tree = await bodies.read_tree(request)
+
+    async def build(model: ModelRecord) -> SaveWeightsForSampler:
+        return wire_json.validate(SaveForSamplerBody, tree).decode_for(model.session_id)
+
+    return await submit_turn(services, tenant, wire_json.json_head(tree), Kind.SAVE_WEIGHTS_FOR_SAMPLER, build)
+
+
+@router.post("/save_weights_external")
+async def save_weights_external(request: Request, services: ServicesDep, tenant: TenantDep) -> dict[str, object]:
+    """Not offered; the refusal takes the caller's turn, as every refusal does."""
+    tree = await bodies.read_tree(request)
+
+    async def build(_: ModelRecord) -> SaveWeights:
+        raise EndpointUnavailable("save_weights_external is not implemented; use save_weights_for_sampler, which keeps a PEFT adapter")
+
+    return await submit_turn(services, tenant, wire_json.json_head(tree), Kind.SAVE_WEIGHTS, build)
+
+
+@router.post("/load_weights")
+async def load_weights(request: Request, services: ServicesDep, tenant: TenantDep) -> dict[str, object]:
+    tree = await bodies.read_tree(request)
+    head = wire_json.json_head(tree)
+    if head.model_id is None:
+        return await _load_into_new(services, tenant, wire_json.validate(NewModelBody, tree))
+
+    async def build(model: ModelRecord) -> LoadWeights:
+        body = wire_json.validate(LoadBody, tree)
+        return _load(body, _fitting(await _loadable(services, tenant, body), model), lora=None)
+
+    return await submit_turn(services, tenant, head, Kind.LOAD_WEIGHTS, build)
+
+
+@router.post("/weights_info")
+async def weights_info(request: Request, services: ServicesDep, tenant: TenantDep) -> dict[str, object]:
+    body = await bodies.read(request, WeightsInfoBody)
+    checkpoint = await services.checkpoint(tenant, body.tinker_path)
+    return {
+        "base_model": checkpoint.base_model,
+        "is_lora": True,
+        "lora_rank": checkpoint.lora.rank,
+        "train_unembed": checkpoint.lora.train_unembed,
+        "train_mlp": checkpoint.lora.train_mlp,
+        "train_attn": checkpoint.lora.train_attn,
+        "optimizer_config": {"type": "adamw"},
+    }
+
+
+async def _load_into_new(services: Services, tenant: str, body: NewModelBody) -> dict[str, object]:
+    model_id, rid = await new_model_id(services, tenant, body.session_id, body.model_seq_id)
+    checkpoint = await _loadable(services, tenant, body)
+    model = ModelRecord(
+        tenant=tenant,
+        session_id=body.session_id,
+        model_id=model_id,
+        base_model=services.base_model(checkpoint.base_model).name,
+        lora=checkpoint.lora,
+        created_ms=await services.store.now_ms(),
+        user_metadata=checked_metadata(body.user_metadata),
+    )
+    return await submit_creation(services, rid, model, _load(body, checkpoint, lora=checkpoint.lora))
+
+
+async def _loadable(services: Services, tenant: str, body: LoadBody) -> CheckpointRecord:
+    """The checkpoint, looked up once: the command names its artifact, so a later overwrite of the name changes nothing."""
+    body.optimizer_config.check("optimizer_config.type")
+    checkpoint = await services.checkpoint(tenant, body.path)
+    if checkpoint.kind is not CheckpointKind.TRAINING:
+        raise ValidationFailed("path: a sampler checkpoint cannot be trained on; load one that save_weights made")
+    if body.base_model not in (None, checkpoint.base_model):
+        raise ValidationFailed(f"base_model: the checkpoint belongs to {checkpoint.base_model}; leave base_model out")
+    return checkpoint
+
+
+def _fitting(checkpoint: CheckpointRecord, model: ModelRecord) -> CheckpointRecord:
+    if checkpoint.base_model != model.base_model:
+        raise ValidationFailed(f"path: the checkpoint belongs to {checkpoint.base_model}, the model to {model.base_model}")
+    if _shape(checkpoint.lora) != _shape(model.lora):
+        raise ValidationFailed(
+            f"path: the checkpoint has LoRA {_shape(checkpoint.lora)}, the model {_shape(model.lora)}; load it into a model of its own"
+        )
+    return checkpoint
+
+
+def _shape(lora: LoraConfig) -> str:
+    """All that decides which tensors an adapter has; the seed does not."""
+    return lora.model_dump_json(exclude={"seed"})
+
+
+def _load(body: LoadBody, checkpoint: CheckpointRecord, *, lora: LoraConfig | None) -> LoadWeights:
+    return LoadWeights(path=body.path, artifact=checkpoint.artifact, optimizer=body.optimizer, lora=lora)

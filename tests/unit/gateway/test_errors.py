@@ -1,0 +1,70 @@
+"""The one map from exceptions to answers."""
+
+import logging
+
+import pytest
+from fastapi import FastAPI
+from starlette.requests import ClientDisconnect, Request
+
+from tests.fakes.face import Face
+from tinsmith.gateway.errors import TINKER_STATUS, error_response, is_resent
+from tinsmith.protocol.errors import LEAVES, EndpointUnavailable, ReasonCode
+
+
+@pytest.mark.proves("R17")
+def test_every_reason_has_a_status():
+    assert set(TINKER_STATUS) == set(ReasonCode)
+
+
+@pytest.mark.proves("R13", "R15")
+@pytest.mark.parametrize("leaf", LEAVES)
+def test_an_answer_is_never_empty_and_never_looks_like_a_failed_future(leaf):
+    answer = error_response(leaf("the message"))
+    assert answer.status_code == (400 if leaf is EndpointUnavailable else leaf.status)
+    assert b'"detail":"the message"' in answer.body
+    assert b'"error"' not in answer.body
+
+
+def test_what_clients_send_again_by_themselves():
+    resent = {leaf.reason for leaf in LEAVES if is_resent(leaf("m"))}
+    assert {ReasonCode.EXCLUSIVE_BUSY, ReasonCode.RATE_LIMIT_EXCEEDED, ReasonCode.RESOURCE_QUOTA_EXCEEDED} <= resent
+    assert {ReasonCode.STATE_CONTENTION, ReasonCode.INTERNAL_ERROR} <= resent
+    assert not resent & {ReasonCode.VALIDATION_FAILED, ReasonCode.ENDPOINT_UNAVAILABLE, ReasonCode.PAYLOAD_TOO_LARGE}
+
+
+async def test_unknown_paths_and_methods_answer_in_json(face: Face):
+    missing = await face.post("/no_such_route", {})
+    assert (missing.status_code, missing.json()["reason"]) == (404, "resource_not_found")
+    wrong = await face.http.get("/api/v1/optim_step")
+    assert (wrong.status_code, wrong.json()["reason"]) == (405, "invalid_request")
+
+
+async def test_a_defect_is_a_500_whose_text_stays_in_the_log(face: Face, caplog):
+    add_route(face.app, "/api/v1/broken", RuntimeError("the secret"))
+    caplog.set_level(logging.ERROR)
+    answer = await face.post("/broken", {})
+    assert (answer.status_code, answer.json()["reason"]) == (500, "internal_error")
+    assert "secret" not in answer.text
+    assert "the secret" in caplog.text
+    incident = answer.json()["detail"].split()[-1]
+    assert incident in caplog.text
+
+
+async def test_a_caller_that_went_away_is_no_defect(face: Face, caplog):
+    add_route(face.app, "/api/v1/away", ClientDisconnect())
+    caplog.set_level(logging.ERROR)
+    assert (await face.post("/away", {})).status_code == 499
+    assert not caplog.records
+
+
+def add_route(app: FastAPI, path: str, error: Exception) -> None:
+    async def fail(_: Request) -> None:
+        raise error
+
+    app.add_route(path, fail, methods=["POST"])
+
+
+@pytest.mark.proves("R49")
+async def test_the_openapi_document_builds(face: Face):
+    paths = (await face.http.get("/openapi.json")).json()["paths"]
+    assert "/api/v1/forward_backward" in paths

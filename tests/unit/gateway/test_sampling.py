@@ -1,0 +1,158 @@
+"""Sampling at the face."""
+
+import pytest
+
+from tests.fakes.face import BASE, Face
+from tests.unit.gateway.test_weights import keep
+from tinsmith.protocol.sampling import MAX_STOPS
+from tinsmith.protocol.sessions import CheckpointKind
+
+
+async def sampler(face: Face, **changes: object) -> str:
+    body = {"session_id": await face.session(), "sampling_session_seq_id": 0, "base_model": BASE}
+    return str((await face.ok("/create_sampling_session", body | changes))["sampling_session_id"])
+
+
+def prompt(*tokens: int) -> dict[str, object]:
+    return {"chunks": [{"type": "encoded_text", "tokens": list(tokens)}]}
+
+
+def body_of(sampler_id: str, **changes: object) -> dict[str, object]:
+    body: dict[str, object] = {"sampling_session_id": sampler_id, "seq_id": 0, "prompt": prompt(1, 2), "num_samples": 2}
+    return body | {"sampling_params": {"max_tokens": 4, "seed": 5}} | changes
+
+
+async def test_a_sampling_session_of_a_base_model(face: Face):
+    session_id = await face.session()
+    sampler_id = await sampler(face, session_id=session_id, sampling_session_seq_id=7)
+    assert sampler_id == f"{session_id}:sample:7"
+    assert (await face.http.get(f"/api/v1/samplers/{sampler_id}")).json() == {
+        "sampler_id": sampler_id,
+        "base_model": BASE,
+        "model_path": None,
+    }
+    assert (await face.http.get("/api/v1/samplers/nope")).status_code == 404
+
+
+@pytest.mark.parametrize("base_model", [None, BASE])
+@pytest.mark.parametrize("kind", list(CheckpointKind))
+async def test_a_sampling_session_of_a_checkpoint(face: Face, base_model, kind):
+    held = await keep(face, kind=kind)
+    sampler_id = await sampler(face, base_model=base_model, model_path=held.path)
+    answer = (await face.http.get(f"/api/v1/samplers/{sampler_id}")).json()
+    assert answer == {"sampler_id": sampler_id, "base_model": BASE, "model_path": held.path}
+    await face.ok("/asample", body_of(sampler_id))
+    (sample,) = await face.take_samples()
+    assert sample.adapter == "the-artifact"
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "names"),
+    [
+        ({"model_path": "tinker://s/sampler_weights/none"}, 404, "unknown"),
+        ({"model_path": "somewhere"}, 400, "model_path"),
+        ({"base_model": "org/other"}, 404, "base_model"),
+        ({"base_model": None}, 400, "base_model"),
+        ({"session_id": "nope"}, 404, "session"),
+        ({"sampling_session_seq_id": -1}, 422, "sampling_session_seq_id"),
+    ],
+)
+async def test_a_bad_sampling_session_is_refused_now(face: Face, changes, status, names):
+    body = {"session_id": await face.session(), "sampling_session_seq_id": 0, "base_model": BASE} | changes
+    answer = await face.post("/create_sampling_session", body)
+    assert (answer.status_code, names in answer.json()["detail"]) == (status, True)
+
+
+async def test_a_base_model_that_contradicts_the_checkpoint_is_refused(face: Face):
+    held = await keep(face)
+    body = {"session_id": await face.session(), "sampling_session_seq_id": 0, "base_model": "org/other", "model_path": held.path}
+    assert (await face.post("/create_sampling_session", body)).status_code == 400
+
+
+async def test_asample_queues_and_numbers_its_sequences(face: Face):
+    sampler_id = await sampler(face)
+    params = {"max_tokens": 4, "seed": 5, "temperature": 0, "top_k": 3, "top_p": 0.5, "stop": ["a", "b"]}
+    body = body_of(sampler_id, sampling_params=params, prompt_logprobs=True, topk_prompt_logprobs=2)
+    promise = await face.ok("/asample", body, x_tinker_sampling_backpressure="1")
+    assert len(set(promise["sample_sequence_ids"])) == 2
+    assert await face.ok("/asample", body) == promise
+    (sample,) = await face.take_samples()
+    assert sample.prompt.tokens == [1, 2]
+    assert sample.params.model_dump() == {
+        "seed": 5,
+        "max_tokens": 4,
+        "temperature": 0.0,
+        "top_k": 3,
+        "top_p": 0.5,
+        "stop": ("a", "b"),
+    }
+    assert (sample.num_samples, sample.adapter, sample.prompt_logprobs, sample.topk_prompt_logprobs) == (2, None, True, 2)
+
+
+@pytest.mark.proves("R69")
+async def test_the_oldest_form_has_our_defaults(face: Face):
+    sampler_id = await sampler(face)
+    oldest = {"sampling_session_id": sampler_id, "seq_id": 9, "prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {"stop": None}}
+    await face.ok("/asample", oldest | {"prompt_logprobs": None})
+    (sample,) = await face.take_samples()
+    assert (sample.num_samples, sample.params.temperature, sample.params.top_k, sample.params.top_p) == (1, 1.0, -1, 1.0)
+    assert (sample.params.max_tokens, sample.params.stop) == (None, None)
+
+
+@pytest.mark.parametrize(("stop", "kept"), [("a", ("a",)), ([], ()), ([1, 2], (1, 2)), (["x"], ("x",))])
+async def test_stops(face: Face, stop, kept):
+    sampler_id = await sampler(face)
+    await face.ok("/asample", body_of(sampler_id, sampling_params={"stop": stop, "seed": 1}))
+    (sample,) = await face.take_samples()
+    assert sample.params.stop == kept
+
+
+@pytest.mark.proves("R31")
+async def test_an_unseeded_sample_gets_a_seed_that_a_repeat_finds_again(face: Face):
+    sampler_id = await sampler(face)
+    unseeded = {"sampling_params": {"max_tokens": 4}}
+    first = await face.ok("/asample", body_of(sampler_id, **unseeded))
+    assert await face.ok("/asample", body_of(sampler_id, **unseeded)) == first
+    await face.ok("/asample", body_of(sampler_id, seq_id=1_000_000_000, **unseeded))
+    one, other = await face.take_samples()
+    assert one.params.seed != other.params.seed
+
+
+@pytest.mark.proves("R28", "R45")
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"sampling_params": {"max_tokens": 63}}, "context of 64"),
+        ({"prompt": prompt(*([1] * 64)), "sampling_params": {}}, "context of 64"),
+        ({"sampling_params": {"max_tokens": 0}}, "sampling_params.max_tokens"),
+        ({"sampling_params": {"temperature": -1}}, "sampling_params.temperature"),
+        ({"sampling_params": {"top_p": 0}}, "sampling_params.top_p"),
+        ({"sampling_params": {"stop": ["a"] * (MAX_STOPS + 1)}}, "sampling_params.stop"),
+        ({"sampling_params": {"stop": ""}}, "sampling_params.stop"),
+        ({"prompt": prompt()}, "prompt"),
+        ({"prompt": prompt(100)}, "prompt"),
+        ({"prompt": {"chunks": [{"type": "image", "data": ""}]}}, "prompt.chunks[0]"),
+        ({"num_samples": 0}, "num_samples"),
+        ({"num_samples": 5000}, "num_samples"),
+        ({"topk_prompt_logprobs": 5000}, "topk_prompt_logprobs"),
+        ({"topk_sample_logprobs": 3}, "topk_sample_logprobs"),
+        ({"target_prompt_logprobs": {"data": [1], "dtype": "int64"}}, "target_prompt_logprobs"),
+        ({"prompt_alt_tokens_k": 1}, "prompt_alt_tokens_k"),
+        ({"prompt_logprobs_last_n": 1}, "prompt_logprobs_last_n"),
+        ({"record_stability_info": True}, "record_stability_info"),
+        ({"seq_id": None}, "seq_id"),
+    ],
+)
+async def test_a_refused_sample_names_the_field_and_leaves_nothing(face: Face, changes, names):
+    sampler_id = await sampler(face)
+    answer = await face.post("/asample", body_of(sampler_id) | changes)
+    assert answer.status_code == 422
+    assert names in answer.json()["detail"]
+    assert await face.take_samples() == []
+
+
+async def test_samples_of_unknown_and_ended_sessions_are_refused(face: Face):
+    assert (await face.post("/asample", body_of("nope:sample:0"))).status_code == 404
+    sampler_id = await sampler(face)
+    await face.ok(f"/sessions/{sampler_id.partition(':')[0]}/finish", {})
+    assert (await face.post("/asample", body_of(sampler_id))).status_code == 410
