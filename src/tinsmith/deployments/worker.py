@@ -1,0 +1,146 @@
+"""What trainer and sampler replicas have in common: an engine by its configured name, a lease, a reader of events, and an end.
+
+The modules that build engines are imported by name: those that compute import PyTorch, which the process that starts the server and the
+workers of fake engines do without.
+"""
+
+import asyncio
+import contextlib
+import importlib
+import uuid
+from collections.abc import Callable, Coroutine
+from typing import Protocol, cast
+
+import ray
+
+from tinsmith import telemetry
+from tinsmith.config import SamplerConfig, TrainerConfig
+from tinsmith.deployments.base_models import ServedModel
+from tinsmith.deployments.wiring import Blueprint, Connection, connect
+from tinsmith.engines.base import SamplingEngine, TrainingEngine
+from tinsmith.protocol.errors import StateContention
+from tinsmith.queue.gate import Gate
+from tinsmith.queue.heartbeat import Heartbeat, this_process
+from tinsmith.state.events import EventReader, Subscription
+from tinsmith.state.lanes import Lanes, Replica
+
+DRAIN_S = 3.0  # how long a stop may wait for the store; below the time that Serve gives a replica to stop
+LISTEN_S = 3600.0  # of one wait for an event; only bounds how long a forgotten task would live
+_MODULES = {
+    "fake": "tinsmith.deployments.fake_engines",
+    "peft": "tinsmith.deployments.torch_engines",
+    "hf": "tinsmith.deployments.torch_engines",
+}
+
+
+class WorkerEnded(RuntimeError):
+    """A replica that can no longer work; Serve starts another one in its place."""
+
+
+class EngineBuilders(Protocol):
+    """What a module of engine builders offers. Both calls block for as long as weights load."""
+
+    def training_engine(self, model: ServedModel, trainer: TrainerConfig, threads: int) -> TrainingEngine: ...
+
+    def sampling_engine(self, model: ServedModel, sampler: SamplerConfig, threads: int) -> SamplingEngine: ...
+
+
+class Serving(Protocol):
+    """The executor of a replica."""
+
+    async def run(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+class Worker:
+    """A replica at work: `executor` runs while the lease is kept and events are read."""
+
+    def __init__(self, connection: Connection, replica: Replica, gate: Gate, executor: Serving, events: EventReader) -> None:
+        self._connection = connection
+        self._replica = replica
+        self._gate = gate
+        self._executor = executor
+        self._events = events
+        self._heartbeat: Heartbeat | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self._listening: list[asyncio.Task[None]] = []
+
+    async def start(self, blueprint: Blueprint, found: Callable[[list[str]], None], listeners: list[Coroutine[None, None, None]]) -> None:
+        """Take the lease, listen, serve. `found` hears, in this loop, of lanes without an owner. Raises StateContention."""
+        await self._events.start()
+        found(await self._connection.lanes.renew(self._replica))
+        self._heartbeat = self._start_heartbeat(blueprint, found)
+        self._listening = [asyncio.create_task(listener) for listener in listeners]
+        self._serving = asyncio.create_task(self._executor.run())
+
+    def check(self) -> None:
+        """Raises WorkerEnded with the reason, once this replica should be replaced."""
+        if not self._gate.healthy:
+            raise WorkerEnded("the engine does not answer")
+        if self._heartbeat is None or not self._heartbeat.healthy:
+            raise WorkerEnded("nothing renews the lease")
+        if not self._events.is_reading:
+            raise WorkerEnded("nothing reads events")
+        if any(task is None or task.done() for task in (self._serving, *self._listening)):
+            raise WorkerEnded("a task of this replica has ended by a defect")
+
+    async def stop(self) -> None:
+        """Finish what runs, hand everything back, and give up the lease, so that others need not wait for its end."""
+        self._executor.stop()
+        if self._serving is not None:
+            await self._serving
+        for task in self._listening:
+            task.cancel()
+        if self._heartbeat is not None:
+            await asyncio.to_thread(self._heartbeat.stop)
+        with contextlib.suppress(StateContention):
+            await self._connection.lanes.bury(self._replica.id)
+        await self._events.stop()
+        self._gate.close()
+        await self._connection.store.close()
+
+    def _start_heartbeat(self, blueprint: Blueprint, found: Callable[[list[str]], None]) -> Heartbeat:
+        loop = asyncio.get_running_loop()
+        heartbeat = Heartbeat(
+            lambda: _own_lanes(blueprint),
+            self._replica,
+            lease_s=blueprint.config.execution.lease_s,
+            found=lambda unowned: _call_in(loop, found, unowned),
+        )
+        heartbeat.start()
+        return heartbeat
+
+
+async def listen(subscription: Subscription, hear: Callable[[list[str]], None], resync: Callable[[], None]) -> None:
+    """Pass on what the subscription hears, for ever. `resync`: events may have been missed."""
+    while True:
+        if await subscription.wait(LISTEN_S):
+            if subscription.take_resync():
+                resync()
+            hear(subscription.take())
+
+
+def engine_builders(engine: str) -> EngineBuilders:
+    """`engine` as the configuration names it. Blocks for as long as its imports take."""
+    return cast(EngineBuilders, importlib.import_module(_MODULES[engine]))
+
+
+def configure_logging(blueprint: Blueprint, role: str) -> None:
+    logs = blueprint.config.logs
+    telemetry.configure_logging(role, format=logs.format, level=logs.level)
+
+
+def new_replica(base: str) -> Replica:
+    """This process under a fresh id. A node of Ray is one pid namespace."""
+    return this_process(uuid.uuid4().hex, base, ray.get_runtime_context().get_node_id())
+
+
+async def _own_lanes(blueprint: Blueprint) -> Lanes:
+    """A connection of the heartbeat's own loop."""
+    return connect(blueprint).lanes
+
+
+def _call_in(loop: asyncio.AbstractEventLoop, found: Callable[[list[str]], None], unowned: list[str]) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(found, unowned)

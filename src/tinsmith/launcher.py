@@ -1,0 +1,222 @@
+"""The composition root: a ServerConfig becomes a running server, and ends with nothing left running.
+
+`tinsmith serve` replaces itself by `python -m tinsmith.launcher` in the environment that Ray must find when it is imported. Standard
+output carries one line, `ready http://HOST:PORT`, when requests are served and every trainer and sampler can take work; everything else,
+the workers' lines included, goes to standard error. Exit codes: see `cli`.
+"""
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stdout
+from pathlib import Path
+from socket import socket
+from types import FrameType
+
+import ray
+from ray import serve
+from ray.actor import ActorHandle
+from ray.serve.schema import ApplicationStatus
+
+from tinsmith import telemetry
+from tinsmith.config import ConfigError, ServerConfig, load
+from tinsmith.deployments.applications import application_names, applications_of
+from tinsmith.deployments.base_models import ServedModel, resolve_models
+from tinsmith.deployments.cluster import Cluster, ClusterError, close_cluster, open_cluster, start_serve
+from tinsmith.deployments.memory_state import start_memory_state
+from tinsmith.deployments.ports import PortUnavailable, port_of, reserve, url_of
+from tinsmith.deployments.preflight import faults_of, warnings_of
+from tinsmith.deployments.wiring import Blueprint, lane_limits
+
+EXIT_STOPPED = 0  # by SIGINT or SIGTERM
+EXIT_FAILED = 1
+EXIT_FAULTS = 2
+_POLL_S = 0.1  # of Serve's status during the start
+_WATCH_S = 1.0  # how soon the loss of Ray, or of the memory store, is noticed
+_START_LOG = "start: ray %.1f s, serve %.1f s, models %.1f s (beside ray and serve), deployments %.1f s, total %.1f s"
+
+_log = logging.getLogger("tinsmith.launcher")  # this module runs as __main__
+
+
+class StartFailed(Exception):
+    """The server cannot start; the message says why in one line."""
+
+
+class _Interrupted(BaseException):
+    """SIGINT or SIGTERM came."""
+
+
+class Server:
+    """One run of the server. `stop` may be called at any point of `start`."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._config = config
+        self._reservation: socket | None = None
+        self._cluster: Cluster | None = None
+        self._state: ActorHandle | None = None
+        self._state_lives: ray.ObjectRef | None = None
+
+    def start(self) -> str:
+        """Answers the URL once it serves. Raises ConfigError, PortUnavailable, ClusterError, StartFailed."""
+        seconds: dict[str, float] = {}
+        with telemetry.recording(lambda measured: seconds.update({measured.name: measured.value})):
+            began = time.monotonic()
+            url = self._start()
+        _log.info(
+            _START_LOG,
+            *(seconds[name] for name in (telemetry.START_RAY, telemetry.START_SERVE, telemetry.START_MODELS, telemetry.START_DEPLOYMENTS)),
+            time.monotonic() - began,
+        )
+        return url
+
+    def watch(self) -> str:
+        """Return, with the reason, when the server cannot go on."""
+        tick = threading.Event()
+        while not tick.wait(_WATCH_S):
+            if self._cluster is not None and not self._cluster.is_alive:
+                return "Ray has ended"
+            if self._state_lives is not None and ray.wait([self._state_lives], timeout=0)[0]:
+                return "the process that holds the memory store has ended, and the state with it"
+        raise AssertionError("nobody sets the tick")
+
+    def stop(self) -> bool:
+        """End everything that was started; answers whether it ended without force."""
+        is_clean = close_cluster(self._cluster, application_names(self._config))
+        if self._reservation is not None:
+            self._reservation.close()
+        return is_clean
+
+    def _start(self) -> str:
+        self._check()
+        with ThreadPoolExecutor(max_workers=1) as beside:
+            resolving = beside.submit(self._resolve)
+            self._open_cluster()
+            models = resolving.result()
+        with telemetry.span(telemetry.START_DEPLOYMENTS):
+            port = self._deploy(models)
+        return url_of(self._config.gateway.host, port)
+
+    def _check(self) -> None:
+        """Raise every fault that shows before anything runs, then hold the port."""
+        faults = faults_of(self._config)
+        if faults:
+            raise ConfigError(faults)
+        for warning in warnings_of(self._config):
+            _log.warning("%s", warning)
+        if self._config.gateway.ingress == "direct":
+            self._reservation = reserve(self._config.gateway.host, self._config.gateway.port)
+
+    def _resolve(self) -> dict[str, ServedModel]:
+        with telemetry.span(telemetry.START_MODELS):
+            return resolve_models(self._config.models)
+
+    def _open_cluster(self) -> None:
+        with telemetry.span(telemetry.START_RAY):
+            self._cluster = open_cluster(self._config.ray, self._config.ray.num_cpus or self._config.num_workers)
+            _raise_on_signals()  # Ray has put its own handlers there
+        with telemetry.span(telemetry.START_SERVE):
+            if self._config.store.kind == "memory":
+                self._state = start_memory_state(lane_limits(self._config.execution, self._config.limits))
+                self._state_lives = self._state.live.remote()
+            start_serve(self._config.gateway)
+
+    def _deploy(self, models: Mapping[str, ServedModel]) -> int:
+        """Start all applications at once and wait for the last; answers the port that they serve."""
+        port = self._config.gateway.port if self._reservation is None else port_of(self._reservation)
+        blueprint = Blueprint(self._config, models, self._state)
+        serve.run_many(applications_of(blueprint, port), wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+        tick = threading.Event()
+        while not _all_running(application_names(self._config)):
+            tick.wait(_POLL_S)
+        return port
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the server until a signal; answers the exit code."""
+    parser = argparse.ArgumentParser(prog="tinsmith.launcher")
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--port", type=int, default=None)
+    asked = parser.parse_args(arguments)
+    try:
+        config = load(asked.config, overrides=None if asked.port is None else {"gateway.port": asked.port})
+    except ConfigError as error:
+        return _report(error.faults, EXIT_FAULTS)
+    telemetry.configure_logging("launcher", format=config.logs.format, level=config.logs.level)
+    stdout = sys.stdout
+    with redirect_stdout(sys.stderr):  # Ray prints what its workers write to their standard output
+        return run(Server(config), lambda url: print(f"ready {url}", file=stdout, flush=True))
+
+
+def run(server: Server, announce: Callable[[str], None]) -> int:
+    """Start, announce, serve until a signal or the loss of something vital, end; answers the exit code."""
+    code = EXIT_STOPPED
+    try:
+        _raise_on_signals()
+        announce(server.start())
+        code = _report([server.watch()], EXIT_FAILED)
+    except _Interrupted:
+        _log.info("stopping")
+    except (ConfigError, PortUnavailable) as error:
+        code = _report(str(error).splitlines(), EXIT_FAULTS)
+    except (ClusterError, StartFailed) as error:
+        code = _report([str(error)], EXIT_FAILED)
+    finally:
+        _ignore_signals()
+        is_clean = server.stop()
+    if not is_clean:
+        _exit_at_once(code)
+    return code
+
+
+def _all_running(names: Sequence[str]) -> bool:
+    """Raises StartFailed for an application that cannot run."""
+    applications = serve.status().applications
+    for name in names:
+        status = applications.get(name)
+        if status is not None and status.status == ApplicationStatus.DEPLOY_FAILED:
+            said = "; ".join(_last_line(deployment.message) for deployment in status.deployments.values() if deployment.message)
+            raise StartFailed(f"{name} cannot start: {said or _last_line(status.message)}; the log above has the details")
+    return all(name in applications and applications[name].status == ApplicationStatus.RUNNING for name in names)
+
+
+def _last_line(message: str) -> str:
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    return lines[-1][:300] if lines else ""
+
+
+def _report(lines: Sequence[str], code: int) -> int:
+    for line in lines:
+        print(line, file=sys.stderr, flush=True)
+    return code
+
+
+def _raise_on_signals() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
+
+
+def _ignore_signals() -> None:
+    """From here on the end is under way, and bounded."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _interrupt(_: int, __: FrameType | None) -> None:
+    raise _Interrupted
+
+
+def _exit_at_once(code: int) -> None:
+    """A step that overran its bound still runs in a thread, and Ray's exit hooks would wait for it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
