@@ -1,0 +1,40 @@
+"""Idle costs nothing: without requests the store sees renewals, heartbeats, the janitor and re-armed blocking reads, and no more."""
+
+import time
+from collections import Counter
+
+import pytest
+import redis
+
+from tests.e2e.conftest import Stack
+
+IDLE_S = 10.0
+
+
+@pytest.mark.proves("I12")
+def test_an_idle_server_leaves_redis_alone(stack: Stack) -> None:
+    if stack.redis is None:
+        pytest.skip("counts the commands of a Redis server")
+    with redis.Redis.from_url(stack.redis.url) as client:
+        before = calls(client)
+        time.sleep(IDLE_S)  # the idleness itself
+        spent = calls(client) - before
+    num_processes = len([pid for role in ("gateway", "trainer", "sampler", "janitor") for pid in stack.server.pids(role)])
+    assert spent.pop("info", 0) >= 1
+    assert spent.pop("xread", 0) <= num_processes * (IDLE_S / 5 + 1)
+    # Two workers renew about every three seconds, each with one script; the janitor's sweep and leader lease are a handful more.
+    assert spent["evalsha"] <= 2 * (IDLE_S / 3 + 1) + 12
+    unexpected = {name: count for name, count in spent.items() if name not in INSIDE_SCRIPTS}
+    assert not unexpected, unexpected
+
+
+# What the scripts of renewals, the leader lease and the sweep call on their own keys; counted by the server with the rest.
+INSIDE_SCRIPTS = {
+    "evalsha", "time", "get", "set", "exists", "pexpire", "zrangebyscore", "zrange", "smembers", "hget", "hgetall", "hmget", "del", "zrem",
+    "sadd", "srem", "zadd", "hset", "zcard", "hlen", "scan", "hkeys", "ping",
+}  # fmt: skip
+
+
+def calls(client: "redis.Redis") -> Counter[str]:
+    stats = client.info("commandstats")
+    return Counter({name.removeprefix("cmdstat_"): int(values["calls"]) for name, values in stats.items()})
