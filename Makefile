@@ -1,0 +1,71 @@
+# Everything a contributor types. `make` alone lists the targets.
+
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+DOCS_STAMP := $(VENV)/.installed-docs
+PYTEST := $(BIN)/python -m pytest
+
+# One intra-op thread a process: fp32 results are then equal bit for bit, and two busy cores are not shared by four threads.
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test coverage check lint format-check types layers docs-fresh mutants docs seeds proto clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | while IFS='|' read -r name text; do printf '  make %-14s %s\n' "$$name" "$$text"; done
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[server,cookbook,dev]'
+	touch $@
+
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	touch $@
+
+demo: $(STAMP) ## fine-tune a real model over HTTP: install, fetch, serve, train, sample, stop
+	$(BIN)/tinsmith fetch smollm2
+	$(BIN)/python cookbook/demo.py
+
+test: $(STAMP) ## every test: unit, contract, integration, e2e
+	$(BIN)/tinsmith fetch smollm2
+	$(PYTEST) tests/unit tests/contract tests/integration tests/e2e
+
+coverage: $(STAMP) ## line coverage of src by the unit, contract and integration tests; fails under 90 %
+	$(PYTEST) tests/unit tests/contract tests/integration --cov --cov-report=term-missing:skip-covered --cov-fail-under=90
+
+check: lint format-check types layers docs-fresh ## what pre-commit runs
+
+lint: $(STAMP)
+	$(BIN)/ruff check
+
+format-check: $(STAMP)
+	$(BIN)/ruff format --check
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+layers: $(STAMP)
+	$(BIN)/lint-imports
+
+docs-fresh: $(STAMP)
+	$(BIN)/python docs/scripts/config_reference.py --check
+
+mutants: $(STAMP) ## plant each listed fault in a copy of the tree and see the named test fail
+	$(BIN)/python -m tests.mutants
+
+seeds: $(STAMP) ## the lane invariants on both stores, 20 runs with different seeds
+	@for seed in $$(seq 1 20); do echo "seed $$seed"; TINSMITH_TEST_SEED=$$seed $(PYTEST) -q --hypothesis-seed=$$seed tests/contract || exit 1; done
+
+docs: $(DOCS_STAMP) ## build the documentation into site/
+	$(BIN)/python docs/scripts/config_reference.py
+	$(BIN)/mkdocs build --strict
+
+proto: $(STAMP) ## generate the protobuf module from our .proto
+	$(BIN)/python -m grpc_tools.protoc -Isrc --python_out=src --pyi_out=src src/tinsmith/protocol/tinker.proto
+
+clean: ## remove what the targets made, the virtual environment included
+	rm -rf $(VENV) out site build dist .coverage* .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
