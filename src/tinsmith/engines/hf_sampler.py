@@ -20,6 +20,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from tinsmith.engines.base import Files, Ticket
 from tinsmith.engines.sampler_cache import ATTENTION, PromptCache, RowCache
@@ -102,6 +103,7 @@ class HfSampler:
         """`threads`: intra-op threads of this process; 1 keeps fp32 results bit-equal. `logprobs`: which log-probs of sampled tokens
         are returned where temperature is neither 0 nor 1. Raises ValueError for a model whose attention is not plain causal."""
         torch.set_num_threads(threads)
+        disable_progress_bar()  # "Loading weights" would be drawn over the server's log
         self._info = info
         self._max_rows = max_rows
         self._mode = logprobs
@@ -134,7 +136,7 @@ class HfSampler:
 
     def load_adapter(self, key: str, files: Files) -> None:
         """Raises ValidationFailed for files that do not fit the base model, StateContention if all adapters are in use."""
-        self._shelf.put(key, read_adapter(files, self._layers, self._dtype, self._device))
+        self._shelf.put(key, read_adapter(files, self._layers, self._device))
 
     def add(self, ticket: Ticket, sample: Sample) -> None:
         """Raises InputTokensExceeded, ValidationFailed, NotFound (adapter)."""

@@ -25,6 +25,8 @@ from tinsmith.protocol.errors import InternalError, ValidationFailed
 from tinsmith.protocol.training import LORA_ALPHA, AdamParams, LoraConfig
 
 CLIP_EPS = 1e-6  # of torch.nn.utils.clip_grad_norm_
+MAX_BLOCK = 1 << 18  # float32 elements of a delta: 1 MiB stays in the cache, the whole of a head's took 4 times as long
+MIN_BLOCK_ROWS = 8  # matrix kernels sum in another order below 4 rows
 
 
 class Group(StrEnum):
@@ -58,7 +60,7 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The two factors of one adapter at one site, in the compute dtype, and where their gradients are summed (float32)."""
+    """The two factors of one adapter at one site and where their gradients are summed; float32 whatever the base model's dtype."""
 
     A_RI: Tensor
     B_OR: Tensor
@@ -199,11 +201,10 @@ class ActiveAdapter:
         self.anchor = torch.zeros((), device=device, requires_grad=True)
 
     @contextmanager
-    def use(self, adapter: Adapter, dtype: torch.dtype, grad_P: Tensor | None = None) -> Iterator[None]:
+    def use(self, adapter: Adapter, grad_P: Tensor | None = None) -> Iterator[None]:
         """Compute with an adapter; with `grad_P` [P] float32, backward passes add to it."""
-        weights_P = adapter.weights_P.to(dtype)  # the masters themselves in float32
         self.pairs = [
-            _pair(placement, weights_P, grad_P, LORA_ALPHA / adapter.layout.rank) if placement else None
+            _pair(placement, adapter.weights_P, grad_P, LORA_ALPHA / adapter.layout.rank) if placement else None
             for placement in adapter.layout.placements
         ]
         try:
@@ -243,23 +244,23 @@ class LoraLinear(nn.Module):
         y_TO = nn.functional.linear(x_TI, self.weight, self.bias)
         if pair is None:
             return y_TO, None
-        u_TR = x_TI @ pair.A_RI.T
-        return y_TO.addmm_(u_TR, pair.B_OR.T, alpha=pair.scale), u_TR
+        u_TR = x_TI.float() @ pair.A_RI.T
+        return add_delta(y_TO, u_TR, pair.B_OR, pair.scale), u_TR
 
     def adapter_gradient(self, dy_TO: Tensor, x_TI: Tensor, u_TR: Tensor | None, pair: Pair | None) -> Tensor | None:
         """Add the factors' gradients to the pair's buffers; returns du_TR, which `input_gradient` takes."""
         if pair is None or u_TR is None:
             return None
-        du_TR = (dy_TO @ pair.B_OR).mul_(pair.scale)
+        du_TR = (dy_TO @ pair.B_OR.to(dy_TO.dtype)).mul_(pair.scale)
         if pair.grad_A_RI is not None and pair.grad_B_OR is not None:
             _add_product(pair.grad_A_RI, du_TR.T, x_TI, 1.0)
-            _add_product(pair.grad_B_OR, dy_TO.T, u_TR, pair.scale)
+            _add_product(pair.grad_B_OR, dy_TO.T, u_TR.to(dy_TO.dtype), pair.scale)
         return du_TR
 
     def input_gradient(self, dy_TO: Tensor, du_TR: Tensor | None, pair: Pair | None) -> Tensor:
         """dx_TI."""
         dx_TI = dy_TO @ self.weight
-        return dx_TI if pair is None or du_TR is None else dx_TI.addmm_(du_TR, pair.A_RI)
+        return dx_TI if pair is None or du_TR is None else dx_TI.addmm_(du_TR, pair.A_RI.to(du_TR.dtype))
 
 
 class _LoraProduct(torch.autograd.Function):
@@ -279,6 +280,28 @@ class _LoraProduct(torch.autograd.Function):
         # The first layer's input comes from the frozen embedding and wants no gradient.
         dx_TI = layer.input_gradient(dy_TO, du_TR, pair) if ctx.needs_input_grad[0] else None
         return dx_TI, None, None, None
+
+
+def add_delta(y_TO: Tensor, u_TR: Tensor, B_OR: Tensor, scale: float) -> Tensor:
+    """y_TO + scale * u_TR B^T, in place; u and B are float32.
+
+    Where y is shorter, the steps are PEFT's to the bit: base and delta meet in float32 and their sum is rounded once. Rounding anywhere
+    else is as good as PEFT's, but in bf16 the layers above amplify one changed bit to the full noise of the format.
+    """
+    if y_TO.dtype == u_TR.dtype:
+        return y_TO.addmm_(u_TR, B_OR.T, alpha=scale)
+    num_blocks = max(1, len(y_TO) // max(MIN_BLOCK_ROWS, MAX_BLOCK // y_TO.shape[1]))
+    for y_block, u_block in zip(y_TO.tensor_split(num_blocks), u_TR.tensor_split(num_blocks), strict=True):
+        y_block.copy_((u_block @ B_OR.T).mul_(scale).add_(y_block))
+    return y_TO
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor, alpha: float) -> None:
+    """total += alpha * left @ right; `total` is float32, the factors may be of a shorter dtype."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right, alpha=alpha)
+    else:
+        total.add_(left @ right, alpha=alpha)
 
 
 def install(model: nn.Module, unembedding: nn.Module, active: ActiveAdapter) -> tuple[Site, ...]:
@@ -302,14 +325,6 @@ def _pair(placement: Placement, weights_P: Tensor, grad_P: Tensor | None, scale:
     if grad_P is None:
         return Pair(A_RI, B_OR, scale)
     return Pair(A_RI, B_OR, scale, *placement.views(grad_P))
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor, alpha: float) -> None:
-    """total += alpha * left @ right; `total` is float32, the factors may be of a shorter dtype."""
-    if left.dtype == total.dtype:
-        total.addmm_(left, right, alpha=alpha)
-    else:
-        total.add_(left @ right, alpha=alpha)
 
 
 def _generator(seed: int, name: str) -> torch.Generator:

@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from tinsmith.engines import batch, snapshot, unembed
 from tinsmith.engines.base import Answer, Contents, Files, Job
@@ -52,6 +53,7 @@ class PeftEngine:
         device: str = "cpu",
     ) -> None:
         torch.set_num_threads(threads)
+        disable_progress_bar()  # "Loading weights" would be drawn over the server's log
         self._info = info
         self._device = torch.device(device)
         self._dtype = _probe_dtype(self._device) if dtype == "auto" else _TORCH_DTYPE[dtype]
@@ -138,7 +140,7 @@ class PeftEngine:
         grad_P = torch.zeros(adapter.layout.size, device=self._device) if command.backward else None
         logprobs: dict[int, Tensor] = {}
         values: dict[int, float] = {}
-        with self._active.use(adapter, self._dtype, grad_P):
+        with self._active.use(adapter, grad_P):
             for positions in batch.plan([len(example) for example in examples], self._micro_batch_tokens):
                 scores = self._pass([examples[position] for position in positions], checked_loss, backward=command.backward)
                 logprobs |= zip(positions, scores.logprobs, strict=True)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tinsmith.engines.base import Files
+from tinsmith.engines.lora import add_delta
 from tinsmith.engines.sampler_cache import MIN_ROWS
 from tinsmith.protocol.errors import NotFound, StateContention, ValidationFailed
 from tinsmith.protocol.training import MAX_LORA_RANK
@@ -59,7 +60,7 @@ class _PeftConfig(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """Weights by the path of the layer, in the compute dtype; scale = lora_alpha / r."""
+    """Weights by the path of the layer, float32 whatever the base model's dtype; scale = lora_alpha / r."""
 
     scale: float
     pairs: Mapping[str, tuple[Tensor, Tensor]]
@@ -117,10 +118,10 @@ class AdapterLinear(nn.Module):
 
 
 def _with_delta(out: Tensor, x: Tensor, pair: tuple[Tensor, Tensor], scale: float) -> Tensor:
-    """out + scale * (x A^T) B^T in one product, rounded as the trainer rounds it."""
+    """out + scale * (x A^T) B^T, in place, rounded as the trainer rounds it."""
     down, up = pair
-    low_rank = functional.linear(x.flatten(0, -2), down)
-    return torch.addmm(out.flatten(0, -2), low_rank, up.T, alpha=scale).view_as(out)
+    low_rank = functional.linear(x.flatten(0, -2).float(), down)
+    return add_delta(out.flatten(0, -2), low_rank, up, scale).view_as(out)
 
 
 def wrap(model: nn.Module, routes: Routes) -> dict[str, nn.Linear]:
@@ -132,7 +133,7 @@ def wrap(model: nn.Module, routes: Routes) -> dict[str, nn.Linear]:
     return layers
 
 
-def read_adapter(files: Files, layers: Mapping[str, nn.Linear], dtype: torch.dtype, device: torch.device) -> Adapter:
+def read_adapter(files: Files, layers: Mapping[str, nn.Linear], device: torch.device) -> Adapter:
     """Check a SAMPLER artifact against the base model and build the adapter. Raises ValidationFailed; nothing is kept then."""
     config = _read_config(files)
     tensors = _read_weights(files)
@@ -141,7 +142,7 @@ def read_adapter(files: Files, layers: Mapping[str, nn.Linear], dtype: torch.dty
         layer = layers[path]
         down = _take(tensors, path, "A", (config.r, layer.in_features))
         up = _take(tensors, path, "B", (layer.out_features, config.r))
-        pairs[path] = (down.to(device, dtype), up.to(device, dtype))
+        pairs[path] = (down.to(device, torch.float32), up.to(device, torch.float32))
     if tensors:
         raise ValidationFailed(f"adapter: tensor {min(tensors)!r} belongs to no layer that target_modules and the base model name")
     return Adapter(config.lora_alpha / config.r, pairs)

@@ -122,7 +122,7 @@ def test_product_and_gradients_equal_autograd() -> None:
     dx, dA, dB = torch.autograd.grad(expected, [x, A, B], dy)
 
     grad_P = torch.zeros(layout.size)
-    with active.use(adapter, torch.float32, grad_P):
+    with active.use(adapter, grad_P):
         y = parent.q_proj(x)
         y.backward(dy)
     torch.testing.assert_close(y, expected)

@@ -451,7 +451,6 @@ def test_ping_answers(engine: PeftEngine, monkeypatch: pytest.MonkeyPatch) -> No
         engine.ping()
 
 
-@pytest.mark.proves("R12")
 def test_bf16_stays_close_and_keeps_float32_masters(tiny_model: BaseModelInfo, engine: PeftEngine) -> None:
     short = PeftEngine(tiny_model, "bf16", max_adapters=1, micro_batch_tokens=64)
     assert (short.dtype, engine.dtype) == ("bf16", "fp32")
