@@ -7,6 +7,9 @@ STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
 PYTEST := $(BIN)/python -m pytest
 
+# A runtime of protobuf refuses modules of a newer compiler and takes those of the major before its own: this one, of 6.31, suits 6.31 to 7.
+PROTOC := grpcio-tools==1.73.1
+
 # One intra-op thread a process: fp32 results are then equal bit for bit, and two busy cores are not shared by four threads.
 export OMP_NUM_THREADS ?= 1
 
@@ -63,8 +66,10 @@ docs: $(DOCS_STAMP) ## build the documentation into site/
 	$(BIN)/python docs/scripts/config_reference.py
 	$(BIN)/mkdocs build --strict
 
-proto: $(STAMP) ## generate the protobuf module from our .proto
-	$(BIN)/python -m grpc_tools.protoc -Isrc --python_out=src --pyi_out=src src/tinsmith/protocol/tinker.proto
+proto: ## generate the protobuf module from our .proto
+	$(PYTHON) -m venv out/protoc
+	out/protoc/bin/python -m pip install --quiet '$(PROTOC)' 'setuptools<81'
+	out/protoc/bin/python -m grpc_tools.protoc -Isrc --python_out=src --pyi_out=src src/tinsmith/protocol/tinker.proto
 
 clean: ## remove what the targets made, the virtual environment included
 	rm -rf $(VENV) out site build dist .coverage* .hypothesis .mypy_cache .ruff_cache .import_linter_cache

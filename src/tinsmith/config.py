@@ -295,6 +295,11 @@ class ServerConfig(Section):
         """Trainer and sampler processes; each takes one logical CPU of the cluster."""
         return sum(model.trainer.replicas + model.sampler.replicas for model in self.models)
 
+    @property
+    def num_gpus(self) -> float:
+        """That the workers want together."""
+        return sum(role.replicas * role.num_gpus for model in self.models for role in (model.trainer, model.sampler))
+
     @model_validator(mode="after")
     def _is_sound(self) -> Self:
         names = [model.name for model in self.models]

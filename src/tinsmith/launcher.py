@@ -34,11 +34,12 @@ from tinsmith.deployments.ports import PortUnavailable, port_of, reserve, url_of
 from tinsmith.deployments.preflight import faults_of, warnings_of
 from tinsmith.deployments.wiring import Blueprint, lane_limits
 
-EXIT_STOPPED = 0  # by SIGINT or SIGTERM
+EXIT_STOPPED = 0  # by a signal
 EXIT_FAILED = 1
 EXIT_FAULTS = 2
 _POLL_S = 0.1  # of Serve's status during the start
 _WATCH_S = 1.0  # how soon the loss of Ray, or of the memory store, is noticed
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _START_LOG = "start: ray %.1f s, serve %.1f s, models %.1f s (beside ray and serve), deployments %.1f s, total %.1f s"
 
 _log = logging.getLogger("tinsmith.launcher")  # this module runs as __main__
@@ -49,14 +50,38 @@ class StartFailed(Exception):
 
 
 class _Interrupted(BaseException):
-    """SIGINT or SIGTERM came."""
+    """A signal came that ends the server."""
+
+
+class _Signals:
+    """SIGINT, SIGTERM and SIGHUP (a closed terminal) end what the main thread does, by an exception. Code of Ray's can turn it into
+    another one, or lose it; that a signal came is noted, so that it counts all the same."""
+
+    def __init__(self) -> None:
+        self.came = False
+
+    def listen(self) -> None:
+        """Again after Ray's start, which puts its own action there."""
+        for number in _ENDING:
+            if not (number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN):  # as nohup sets it
+                signal.signal(number, self._interrupt)
+
+    def ignore(self) -> None:
+        """From here on the end is under way, and bounded."""
+        for number in _ENDING:
+            signal.signal(number, signal.SIG_IGN)
+
+    def _interrupt(self, _: int, __: FrameType | None) -> None:
+        self.came = True
+        raise _Interrupted
 
 
 class Server:
     """One run of the server. `stop` may be called at any point of `start`."""
 
-    def __init__(self, config: ServerConfig) -> None:
+    def __init__(self, config: ServerConfig, signals: _Signals) -> None:
         self._config = config
+        self._signals = signals
         self._reservation: socket | None = None
         self._cluster: Cluster | None = None
         self._state: ActorHandle | None = None
@@ -76,14 +101,15 @@ class Server:
         return url
 
     def watch(self) -> str:
-        """Return, with the reason, when the server cannot go on."""
+        """Return, with the reason, when the server cannot go on, or when a signal came."""
         tick = threading.Event()
-        while not tick.wait(_WATCH_S):
+        while not self._signals.came:
+            tick.wait(_WATCH_S)
             if self._cluster is not None and not self._cluster.is_alive:
                 return "Ray has ended"
             if self._state_lives is not None and ray.wait([self._state_lives], timeout=0)[0]:
                 return "the process that holds the memory store has ended, and the state with it"
-        raise AssertionError("nobody sets the tick")
+        raise _Interrupted
 
     def stop(self) -> bool:
         """End everything that was started; answers whether it ended without force."""
@@ -94,10 +120,13 @@ class Server:
 
     def _start(self) -> str:
         self._check()
-        with ThreadPoolExecutor(max_workers=1) as beside:
-            resolving = beside.submit(self._resolve)
+        beside = ThreadPoolExecutor(max_workers=1)
+        resolving = beside.submit(self._resolve)
+        try:
             self._open_cluster()
             models = resolving.result()
+        finally:
+            beside.shutdown(wait=False)  # a start that is cut short waits for no download; `stop` ends its process
         with telemetry.span(telemetry.START_DEPLOYMENTS):
             port = self._deploy(models)
         return url_of(self._config.gateway.host, port)
@@ -119,7 +148,9 @@ class Server:
     def _open_cluster(self) -> None:
         with telemetry.span(telemetry.START_RAY):
             self._cluster = open_cluster(self._config.ray, self._config.ray.num_cpus or self._config.num_workers)
-            _raise_on_signals()  # Ray has put its own handlers there
+            self._signals.listen()  # Ray has put its own actions there
+            if self._cluster.is_own:
+                _check_gpus(self._config.num_gpus)
         with telemetry.span(telemetry.START_SERVE):
             if self._config.store.kind == "memory":
                 self._state = start_memory_state(lane_limits(self._config.execution, self._config.limits))
@@ -149,29 +180,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _report(error.faults, EXIT_FAULTS)
     telemetry.configure_logging("launcher", format=config.logs.format, level=config.logs.level)
     stdout = sys.stdout
+    signals = _Signals()
     with redirect_stdout(sys.stderr):  # Ray prints what its workers write to their standard output
-        return run(Server(config), lambda url: print(f"ready {url}", file=stdout, flush=True))
+        return run(Server(config, signals), signals, lambda url: print(f"ready {url}", file=stdout, flush=True))
 
 
-def run(server: Server, announce: Callable[[str], None]) -> int:
+def run(server: Server, signals: _Signals, announce: Callable[[str], None]) -> int:
     """Start, announce, serve until a signal or the loss of something vital, end; answers the exit code."""
     code = EXIT_STOPPED
     try:
-        _raise_on_signals()
+        signals.listen()
         announce(server.start())
         code = _report([server.watch()], EXIT_FAILED)
-    except _Interrupted:
+    except (_Interrupted, SystemExit):  # SystemExit: a signal met the action that Ray puts there while it starts
+        _log.info("stopping")
+    except SystemError:
+        if not signals.came:
+            raise
         _log.info("stopping")
     except (ConfigError, PortUnavailable) as error:
         code = _report(str(error).splitlines(), EXIT_FAULTS)
     except (ClusterError, StartFailed) as error:
         code = _report([str(error)], EXIT_FAILED)
     finally:
-        _ignore_signals()
+        signals.ignore()
         is_clean = server.stop()
     if not is_clean:
         _exit_at_once(code)
     return code
+
+
+def _check_gpus(wanted: float) -> None:
+    """Nothing adds to a cluster of our own, so workers would wait for ever. Raises StartFailed."""
+    found = ray.cluster_resources().get("GPU", 0.0)
+    if wanted > found:
+        raise StartFailed(f"models: the workers want {wanted:g} GPUs and Ray finds {found:g} here; lower num_gpus or replicas")
 
 
 def _all_running(names: Sequence[str]) -> bool:
@@ -194,21 +237,6 @@ def _report(lines: Sequence[str], code: int) -> int:
     for line in lines:
         print(line, file=sys.stderr, flush=True)
     return code
-
-
-def _raise_on_signals() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _interrupt)
-
-
-def _ignore_signals() -> None:
-    """From here on the end is under way, and bounded."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-
-
-def _interrupt(_: int, __: FrameType | None) -> None:
-    raise _Interrupted
 
 
 def _exit_at_once(code: int) -> None:

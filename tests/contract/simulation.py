@@ -18,7 +18,7 @@ from tinsmith.protocol.errors import RequestRejected, SessionEnded, ValidationFa
 from tinsmith.protocol.futures import FutureRecord, Outcome, Write
 from tinsmith.protocol.futures import State as FutureState
 from tinsmith.protocol.training import Kind
-from tinsmith.state.lanes import SETTLED, Entry, Fenced, LeaseExpired, PoolEntry, Settlement, Submission
+from tinsmith.state.lanes import SETTLED, Entry, Fenced, LeaseExpired, PoolEntry, PoolSubmission, Settlement, Submission
 
 LEASE_MS, GRACE_MS = 150, 300
 MAX_STEPS = 60_000
@@ -133,7 +133,7 @@ class Simulation:
         self.submissions[submission.rid] = submission
         return submission
 
-    def _sample(self, index: int) -> Submission:
+    def _sample(self, index: int) -> PoolSubmission:
         body = b"%s sample %d" % (POISON if index % 11 == 5 else b"body", index)
         return sample(f"s:{index}", tenant=self.source.choice([TENANT, "other"]), body=body, tokens=self.source.randint(1, 50))
 
@@ -151,9 +151,7 @@ class Simulation:
             await self._submit(self.lost_chunks.pop())
             self.counts["late"] += 1
         elif roll < 0.35 and self.samples:
-            submission = self.samples.pop()
-            await self.lanes.pool_submit(submission)
-            self.accepted[submission.rid] = submission.tenant
+            await self._submit_sample(self.samples.pop())
         elif open_lanes:
             await self._send_next(self.source.choice(open_lanes))
 
@@ -165,6 +163,7 @@ class Simulation:
         if lane == self.doomed and len(self.turns[lane]) == 4:
             self.turns[lane].clear()
             await self.lanes.close(TENANT, lane, ENDED)
+            await self.lanes.close_session("other", "session of other", ENDED)
             self.counts["closed"] += 1
         elif submission.seq and not submission.kind.is_barrier and self.source.random() < 0.08:
             self.lost_chunks.append(submission)  # a hole
@@ -182,6 +181,14 @@ class Simulation:
             assert submission.lane == self.doomed
             return
         self.accepted[submission.rid] = TENANT
+
+    async def _submit_sample(self, submission: PoolSubmission) -> None:
+        try:
+            await self.lanes.pool_submit(submission)
+        except SessionEnded:
+            assert (submission.tenant, self.counts["closed"]) == ("other", 1)
+            return
+        self.accepted[submission.rid] = submission.tenant
 
     async def _repeat(self, rid: str) -> None:
         submission = self.submissions.get(rid)

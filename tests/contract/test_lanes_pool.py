@@ -1,12 +1,13 @@
 """Samples: submit, take in turns, settle, reclaim."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from tests.contract.conftest import MakeState, State
-from tests.contract.scenes import BASE, TENANT, completed, failed, replica, rids, sample
-from tinsmith.protocol.errors import QuotaExceeded, RequestRejected
+from tests.contract.scenes import BASE, ENDED, TENANT, completed, failed, replica, rids, sample
+from tinsmith.protocol.errors import QuotaExceeded, RequestRejected, SessionEnded
 from tinsmith.protocol.futures import State as FutureState
 from tinsmith.protocol.futures import Write
 from tinsmith.protocol.training import Kind
@@ -197,3 +198,69 @@ async def test_a_waiting_sample_can_be_cancelled(state: State) -> None:
     assert await state.lanes.cancel(TENANT, first) is FutureState.RUNNING
     assert await state.lanes.cancel("stranger", first) is None
     assert await state.lanes.bodies([(second, "d")]) == [None]
+
+
+@pytest.mark.proves("R67")
+async def test_the_end_of_a_session_fails_its_samples_and_no_others(state: State) -> None:
+    own = [replace(sample(f"own:{index}"), session="over") for index in range(4)]
+    others = [sample("s:1"), sample("s:2"), replace(sample("s:3", tenant="other"), session="over")]
+    elsewhere = replace(sample("own:5", base="other"), session="over")
+    for submission in (own[0], others[0], own[1], own[2], others[1], own[3], others[2], elsewhere):
+        await state.lanes.pool_submit(submission)
+    await state.lanes.renew(replica("s1"))
+    running = await take(state, "s1", max_entries=2)
+    for _ in range(2):
+        await state.lanes.close_session(TENANT, "over", ENDED)
+    for submission in (*own, elsewhere):
+        record = await state.lanes.look(TENANT, submission.rid)
+        assert record is not None
+        assert (record.state, record.failure) == (FutureState.FAILED, ENDED)
+        assert await state.lanes.bodies([(submission.rid, "d")]) == [None]
+        assert (await state.lanes.pool_submit(submission)).state is FutureState.FAILED
+    late = [entry for entry in running if entry.rid in {submission.rid for submission in own}]
+    assert await state.lanes.pool_settle("s1", [(entry, completed()) for entry in running]) == {entry.rid for entry in late}
+    rest = {submission.rid for submission in others} - {entry.rid for entry in running}
+    assert set(rids(await take(state, "s1"))) == rest
+    await state.lanes.bury("s1")
+    await state.lanes.renew(replica("s2"))
+    assert {rid for _ in range(3) for rid in rids(await take(state, "s2"))} == rest, "what ended is not run again"
+
+
+@pytest.mark.proves("R67")
+async def test_a_sample_of_a_session_that_has_ended_is_refused(state: State) -> None:
+    await state.lanes.close_session(TENANT, "session of local", ENDED)
+    keys = await state.keys()
+    with pytest.raises(SessionEnded, match="session of local has ended"):
+        await submit(state, "s:1")
+    assert await state.keys() == keys
+    assert await submit(state, "s:1", tenant="other") != []
+
+
+@pytest.mark.proves("R67")
+async def test_the_end_of_a_session_keeps_the_order_of_what_stays(state: State) -> None:
+    kept: list[str] = []
+    for index in range(30):
+        submission = sample(f"s:{index}")
+        if index % 3 == 0:
+            submission = replace(submission, session="over")
+        else:
+            kept.append(submission.rid)
+        await state.lanes.pool_submit(submission)
+    await state.lanes.close_session(TENANT, "over", ENDED)
+    await state.lanes.renew(replica("s1"))
+    assert rids(await take(state, "s1")) == kept
+
+
+@pytest.mark.proves("I7", "R67")
+async def test_the_end_of_a_session_gives_back_its_bytes(make_state: MakeState) -> None:
+    state = await make_state(max_tenant_bytes=10)
+    await state.lanes.pool_submit(replace(sample("s:1", body=b"12345"), session="over"))
+    await state.lanes.pool_submit(replace(sample("s:2", body=b"12345"), session="over"))
+    await state.lanes.renew(replica("s1"))
+    await take(state, "s1", max_entries=1)
+    with pytest.raises(QuotaExceeded):
+        await submit(state, "s:3")
+    await state.lanes.close_session(TENANT, "over", ENDED)
+    await state.lanes.pool_submit(sample("s:4", body=b"1234567890"))
+    with pytest.raises(QuotaExceeded):
+        await submit(state, "s:5")

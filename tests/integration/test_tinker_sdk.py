@@ -9,7 +9,8 @@ import pytest
 import tinker
 from tinker import types
 
-from tests.fakes.in_process import BASE, InProcessServer, serve
+from tests.fakes.in_process import BASE, INFO, InProcessServer, serve
+from tinsmith.gateway.tinker.futures import METADATA_BYTES
 
 RESULT_S = 30
 
@@ -199,10 +200,26 @@ def test_sampled_logprobs_are_those_of_the_prompt(service: tinker.ServiceClient)
 
 
 @pytest.mark.proves("R45")
-def test_a_sample_over_the_context_is_refused(service: tinker.ServiceClient):
+def test_a_prompt_may_fill_the_context_and_no_more(service: tinker.ServiceClient):
     client = service.create_sampling_client(base_model=BASE).result(RESULT_S)
+    full = client.compute_logprobs(types.ModelInput.from_ints([1] * INFO.max_context)).result(RESULT_S)
+    assert len(full) == INFO.max_context
     with pytest.raises(tinker.UnprocessableEntityError, match="context"):
-        sample(client, max_tokens=5000)
+        client.compute_logprobs(types.ModelInput.from_ints([1] * (INFO.max_context + 1))).result(RESULT_S)
+
+
+def test_a_sample_ends_where_the_context_does(service: tinker.ServiceClient):
+    client = service.create_sampling_client(base_model=BASE).result(RESULT_S)
+    prompt = types.ModelInput.from_ints([1] * (INFO.max_context - 6))
+    answer = client.sample(prompt, num_samples=1, sampling_params=types.SamplingParams(max_tokens=100)).result(RESULT_S)
+    assert [(len(sequence.tokens), sequence.stop_reason) for sequence in answer.sequences] == [(6, "length")]
+
+
+def test_a_large_result_is_fetched_in_two_turns(service: tinker.ServiceClient):
+    tokens = [1] * INFO.max_context
+    whole = types.Datum(model_input=types.ModelInput.from_ints(tokens), loss_fn_inputs={"target_tokens": np.array(tokens)})
+    result = trainer(service).forward([whole] * 70, "cross_entropy").result(RESULT_S)
+    assert sum(output["logprobs"].to_numpy().nbytes for output in result.loss_fn_outputs) > METADATA_BYTES
 
 
 def test_a_snapshot_stays_as_it_was_while_training_goes_on(service: tinker.ServiceClient):

@@ -70,11 +70,52 @@ def test_every_field_is_described() -> None:
         ({"models": [{"name": "a b"}]}, "models.0.name: 'a b' cannot be used on the wire; use a hub id such as org/model-name"),
         ({"models": [{}]}, "models.0.name: missing; add it"),
         ({"models": [{**MODEL, "trainer": {"replcas": 1}}]}, "models.0.trainer.replcas: no such field; did you mean 'replicas'?"),
+        ({"models": None}, "models: None is no list; write its entries below it, each after a dash"),
+        ({"models": [{"name": 200 * "a"}, {"name": 201 * "a"}]}, "models.1.name: 201 characters are too many; use 200 or fewer"),
+        ({"models": [{**MODEL, "source": ""}]}, "models.0.source: empty; name one, or leave it out"),
+        ({"models": [{**MODEL, "source": "~no such user/x"}]}, "models.0.source: '~no such user/x' names an unknown user; write the path out"),  # noqa: E501
+        ({"models": [{**MODEL, "trainer": {"num_gpus": 1.5}}]}, "models.0.trainer.num_gpus: 1.5 is no whole number; above 1 use one"),
+        ({"models": [{**MODEL, "sampler": {"num_gpus": 0.00001}}]}, "models.0.sampler.num_gpus: 1e-05 is too fine; use 4 decimals or fewer"),  # noqa: E501
+        ({"checkpoints": {"dir": "~no such user/x"}}, "checkpoints.dir: '~no such user/x' names an unknown user; write the path out"),
+        ({"checkpoints": {"dir": "a\0b"}}, "checkpoints.dir: 'a\\x00b' is no path; remove the null character"),
+        ({"execution": {"timeout_s": float("inf")}}, "execution.timeout_s: inf does not fit (Input should be a finite number); mend the value"),  # noqa: E501
+        ({"execution": {"queue_timeout_s": 1e300}}, "execution.queue_timeout_s: 1e+300 is too large; use 31622400.0 or less"),
+        ({"execution": {"lease_s": 0.01}}, "execution.lease_s: 0.01 is too small; use 0.1 or more"),
+        ({"gateway": {1: 2}}, "gateway.1: no such field: a name must be text; remove it"),
+        ({"gateway": None}, "gateway: None is no section; write its fields below it, or leave it out"),
+        ({"gateway": {"allowed_hosts": []}}, "gateway.allowed_hosts: empty; add at least 1 entry"),
+        ({"ray": {"address": ""}}, "ray.address: '' does not fit (String should have at least 1 character); mend the value"),
         ({"models": [{**MODEL, "max_context": 1}]}, "models.0.max_context: 1 is too small; use 2 or more"),
     ],
 )  # fmt: skip
 def test_a_fault_is_one_line_that_ends_with_the_remedy(tree: dict[str, object], expected: str) -> None:
     assert faults(**tree) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("url", "fault"),
+    [
+        ("http://me:sec/ret@word@h", "'http://***@h' names no Redis"),
+        ("redis://me:secret@h:port", "'redis://***@h:port' names no port from 1 to 65535 of a host"),
+        ("redis://h:65536", "names no port from 1 to 65535 of a host"),
+        ("redis://h:0", "names no port from 1 to 65535 of a host"),
+        ("redis://[::1", "names no port from 1 to 65535 of a host"),
+        ("redis://h/first", "names no database"),
+        ("redis://h/0?db=first", "names no database"),
+        ("redis://h/0?socket_timeout=9", "'socket_timeout' is no option of a Redis URL here"),
+        ("redis://h/0?decode_responses=true", "'decode_responses' is no option of a Redis URL here"),
+    ],
+)
+def test_a_redis_url_that_cannot_be_used_is_a_fault_and_shows_no_password(url: str, fault: str) -> None:
+    (line,) = faults(store={"kind": "redis", "url": url})
+    assert fault in line
+    assert "secret" not in line
+    assert "word" not in line
+
+
+def test_redis_urls_in_every_form_are_accepted() -> None:
+    for url in ("redis://h", "redis://h/", "redis://u:p@h:1/3", "unix:///run/redis.sock?db=2", "rediss://[::1]:1/0?ssl_ca_certs=/ca.pem"):
+        assert validate({"models": [MODEL], "store": {"kind": "redis", "url": url}}).store.url == url
 
 
 @pytest.mark.proves("R56", "R4")
@@ -109,7 +150,7 @@ def test_overrides_win_over_the_file(tmp_path: Path) -> None:
 def test_an_override_below_a_malformed_section_leaves_the_fault_to_be_named(tmp_path: Path) -> None:
     path = tmp_path / "server.yaml"
     path.write_text("models: [{name: org/model}]\ngateway: 3\n")
-    with pytest.raises(ConfigError, match="gateway: 3 does not fit"):
+    with pytest.raises(ConfigError, match="gateway: 3 is no section"):
         load(path, overrides={"gateway.port": 2})
 
 
@@ -119,14 +160,27 @@ def test_an_override_below_a_malformed_section_leaves_the_fault_to_be_named(tmp_
         ("a: [", "not valid YAML"),
         ("- a", "the top level must be a mapping"),
         ("", "the top level must be a mapping"),
+        ("a: 2020-99-99", "not valid YAML"),
+        ("[" * 3000, "nested too deep"),
+        ("a: \xe9", "not text in UTF-8"),
     ],
 )
 def test_a_file_that_is_no_tree_is_a_fault(tmp_path: Path, text: str, expected: str) -> None:
     path = tmp_path / "server.yaml"
-    path.write_text(text)
+    path.write_text(text, encoding="latin-1")
     with pytest.raises(ConfigError, match=expected) as caught:
         load(path)
     assert len(caught.value.faults) == 1
+
+
+def test_a_tree_that_aliases_make_huge_is_named_and_not_printed(tmp_path: Path) -> None:
+    path = tmp_path / "server.yaml"
+    levels = [f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 9)}]" for level in range(1, 12)]
+    path.write_text("\n".join(["a0: &a0 [x]", *levels, "models: [{name: org/model}]", "gateway: {port: *a11}"]))
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    (line,) = (line for line in caught.value.faults if line.startswith("gateway.port: [["))
+    assert len(line) < 200
 
 
 def test_a_missing_file_is_a_fault(tmp_path: Path) -> None:

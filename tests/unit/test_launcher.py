@@ -1,8 +1,11 @@
 """The launcher's own decisions, without Ray: what ends a run, with which exit code, and that the end is always tidied up."""
 
+import contextlib
 import logging
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,10 +14,10 @@ import pytest
 from ray.serve.schema import ApplicationStatus
 
 from tinsmith import launcher
-from tinsmith.config import ConfigError
+from tinsmith.config import ConfigError, validate
 from tinsmith.deployments.cluster import ClusterError
 from tinsmith.deployments.ports import PortUnavailable
-from tinsmith.launcher import Server, StartFailed, main, run
+from tinsmith.launcher import Server, StartFailed, _Interrupted, _Signals, main, run
 
 URL = "http://127.0.0.1:1"
 
@@ -60,7 +63,7 @@ def signalled(number: int) -> Callable[[], str]:
 
 @pytest.fixture(autouse=True)
 def _signals() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     yield
     for number, action in before.items():
         signal.signal(number, action)
@@ -68,18 +71,87 @@ def _signals() -> Iterator[None]:
 
 def outcome(server: StubServer) -> tuple[int, list[str]]:
     announced: list[str] = []
-    code = run(server, announced.append)  # type: ignore[arg-type]
+    code = run(server, _Signals(), announced.append)  # type: ignore[arg-type]
     assert server.num_stops == 1
     return code, announced
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_a_serving_server_with_0(number: int) -> None:
     assert outcome(StubServer(watch=signalled(number))) == (0, [URL])
 
 
 def test_a_signal_during_the_start_ends_it_with_0_and_no_ready_line() -> None:
     assert outcome(StubServer(start=signalled(signal.SIGTERM))) == (0, [])
+
+
+def test_nohup_is_respected() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    _Signals().listen()
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
+def test_more_gpus_than_there_are_end_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = validate({"models": [{"name": "org/model", "trainer": {"num_gpus": 0.5, "replicas": 2}, "sampler": {"num_gpus": 0.5}}]})
+    monkeypatch.setattr(launcher.ray, "cluster_resources", lambda: {"CPU": 3.0, "GPU": 1.0})
+    launcher._check_gpus(1)
+    with pytest.raises(StartFailed, match=r"the workers want 1\.5 GPUs and Ray finds 1 here"):
+        launcher._check_gpus(config.num_gpus)
+    monkeypatch.setattr(launcher.ray, "cluster_resources", lambda: {"CPU": 3.0})
+    launcher._check_gpus(0)
+    with pytest.raises(StartFailed, match="finds 0 here"):
+        launcher._check_gpus(0.5)
+
+
+def test_a_signal_that_meets_rays_own_action_ends_the_start_with_0() -> None:
+    assert outcome(StubServer(start=raising(SystemExit(signal.SIGTERM)))) == (0, [])
+
+
+def distorted(number: int) -> Callable[[], str]:
+    def signal_self() -> str:
+        try:
+            return signalled(number)()
+        except BaseException as error:
+            raise SystemError("returned a result with an exception set") from error
+
+    return signal_self
+
+
+def test_a_signal_whose_exception_is_turned_into_another_ends_with_0() -> None:
+    assert outcome(StubServer(start=distorted(signal.SIGINT))) == (0, [])
+    server = StubServer(start=raising(SystemError("a defect of its own")))
+    with pytest.raises(SystemError):
+        run(server, _Signals(), print)  # type: ignore[arg-type]
+    assert server.num_stops == 1
+
+
+def test_a_signal_whose_exception_is_lost_ends_the_watch() -> None:
+    signals = _Signals()
+    signals.listen()
+    with contextlib.suppress(_Interrupted):
+        os.kill(os.getpid(), signal.SIGTERM)
+        signal.pause()
+    server = Server(validate({"models": [{"name": "org/model"}]}), signals)
+    with pytest.raises(_Interrupted):
+        server.watch()
+
+
+def test_an_interrupted_start_does_not_wait_for_a_model_that_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    fetched = threading.Event()
+    began = time.monotonic()
+
+    def interrupted(_: Server) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Server, "_check", lambda _: None)
+    monkeypatch.setattr(Server, "_open_cluster", interrupted)
+    monkeypatch.setattr(launcher, "resolve_models", lambda _: fetched.wait(60) and {})
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            Server(validate({"models": [{"name": "org/model"}]}), _Signals()).start()
+        assert time.monotonic() - began < 30
+    finally:
+        fetched.set()
 
 
 def test_the_loss_of_something_vital_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,7 +178,7 @@ def test_a_start_that_fails_says_why_on_stderr(error: Exception, code: int, caps
 def test_a_defect_is_not_hidden_and_still_tidied_up() -> None:
     server = StubServer(start=raising(KeyError("defect")))
     with pytest.raises(KeyError):
-        run(server, print)  # type: ignore[arg-type]
+        run(server, _Signals(), print)  # type: ignore[arg-type]
     assert server.num_stops == 1
 
 

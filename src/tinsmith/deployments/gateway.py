@@ -7,7 +7,7 @@ node share (`ports`). So keep-alive, backlog and draining are ours, and a reques
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from socket import socket
 
 import uvicorn
@@ -23,7 +23,7 @@ from tinsmith.state.lanes import SETTLED
 
 BACKLOG = 4096  # connections that wait to be accepted; the kernel caps it at net.core.somaxconn
 KEEP_ALIVE_S = 75  # longer than the pools of common clients keep an idle connection, so that the client closes it first
-DRAIN_S = 2  # of running requests; long polls are cut then, and clients ask again
+DRAIN_S = 2  # of running requests, long polls apart: these are answered at once, and clients ask again
 
 
 class GatewayClosed(RuntimeError):
@@ -53,7 +53,7 @@ class DirectGateway(Gateway):
 
     async def reconfigure(self, _: Mapping[str, object]) -> None:
         """Raises PortUnavailable, StateContention."""
-        self._http = HttpServer(self._app, listen_shared(*self._address, BACKLOG))
+        self._http = HttpServer(self._app, listen_shared(*self._address, BACKLOG), self._services.polls.end)
         await self._http.start()
 
     async def check_health(self) -> None:
@@ -69,9 +69,9 @@ class DirectGateway(Gateway):
 
 
 class HttpServer:
-    """uvicorn, and the app's life span, as a task of the running loop."""
+    """uvicorn, and the app's life span, as a task of the running loop. `ending` is called once a stop has begun."""
 
-    def __init__(self, app: FastAPI, listener: socket) -> None:
+    def __init__(self, app: FastAPI, listener: socket, ending: Callable[[], None]) -> None:
         self._app = app
         self._listener = listener
         self._server = _Server(
@@ -85,7 +85,8 @@ class HttpServer:
                 backlog=BACKLOG,
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=DRAIN_S,
-            )
+            ),
+            ending,
         )
         self._serving: asyncio.Task[None] | None = None
 
@@ -117,13 +118,19 @@ class HttpServer:
 class _Server(uvicorn.Server):
     """uvicorn in a process whose signals are not its own, with an event for the moment in which it accepts."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, ending: Callable[[], None]) -> None:
         super().__init__(config)
+        self._ending = ending
         self.accepting = asyncio.Event()
 
     async def startup(self, sockets: list[socket] | None = None) -> None:
         await super().startup(sockets)
         self.accepting.set()
+
+    async def shutdown(self, sockets: list[socket] | None = None) -> None:
+        # In the next turn of the loop every connection knows that its running request is the last, and says so in the answer.
+        asyncio.get_running_loop().call_soon(self._ending)
+        await super().shutdown(sockets)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -31,11 +31,12 @@ class Janitor:
         logs = blueprint.config.logs
         telemetry.configure_logging("janitor", format=logs.format, level=logs.level)
         execution = blueprint.config.execution
-        state = connect(blueprint)
+        connection = connect(blueprint)
+        self._store = connection.store
         self._pass_s = min(PASS_S, execution.session_timeout_s / 3)
         self._sweep = SessionSweep(
-            state.store,
-            state.lanes,
+            connection.store,
+            connection.lanes,
             holder=uuid.uuid4().hex,
             timeout_ms=round(execution.session_timeout_s * 1000),
             stuck_ms=round(execution.queue_timeout_s * 1000),
@@ -56,6 +57,7 @@ class Janitor:
             self._sweeping.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._sweeping
+        await self._store.close()
 
     async def _run(self) -> None:
         while True:

@@ -190,6 +190,9 @@ class RemoteLanes(_Remote):
     async def close(self, tenant: str, lane: str, failure: Failure, writes: Sequence[Write] = ()) -> None:
         await self._call("close", tenant, lane, failure, writes)
 
+    async def close_session(self, tenant: str, session: str, failure: Failure) -> None:
+        await self._call("close_session", tenant, session, failure)
+
     async def cancel(self, tenant: str, rid: str) -> State | None:
         state: State | None = await self._call("cancel", tenant, rid)
         return state

@@ -36,9 +36,10 @@ def port_of(bound: socket.socket) -> int:
 
 
 def listen_shared(host: str, port: int, backlog: int) -> socket.socket:
-    """A listening socket of the shared port. Raises PortUnavailable."""
+    """A listening socket of the shared port, whose connections do not keep the next server from it. Raises PortUnavailable."""
     listener = _socket(host)
     try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind((host, port))
         listener.listen(backlog)

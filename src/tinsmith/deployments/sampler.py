@@ -71,12 +71,12 @@ async def _start_worker(blueprint: Blueprint, base: str, engine: SamplingEngine)
     work = work_topic(base)
     events = EventReader(connection.lanes, [work], store=connection.store)
     worker = Worker(connection, replica, gate, executor, events)
-    await worker.start(blueprint, _of_trainers, [listen(events.subscribe(work), lambda _: executor.wake(), executor.wake)])
+    await worker.start(blueprint, _of_trainers, _of_trainers, [listen(events.subscribe(work), lambda _: executor.wake(), executor.wake)])
     return worker
 
 
-def _of_trainers(_: list[str]) -> None:
-    """Model lanes without an owner are no business of a sampler."""
+def _of_trainers(*_: list[str]) -> None:
+    """Whose model lanes are is no business of a sampler."""
 
 
 def _decode(body: bytes) -> Sample:

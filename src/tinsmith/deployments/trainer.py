@@ -80,6 +80,7 @@ async def _start_worker(blueprint: Blueprint, base: str, engine: TrainingEngine)
     await worker.start(
         blueprint,
         executor.offer,
+        executor.spare,
         [
             listen(events.subscribe(work), executor.offer, executor.resync),
             listen(events.subscribe(bell), lambda lanes: _ring(executor, lanes), executor.resync),

@@ -9,7 +9,8 @@ import contextlib
 import importlib
 import uuid
 from collections.abc import Callable, Coroutine
-from typing import Protocol, cast
+from functools import partial
+from typing import ParamSpec, Protocol, cast
 
 import ray
 
@@ -22,7 +23,9 @@ from tinsmith.protocol.errors import StateContention
 from tinsmith.queue.gate import Gate
 from tinsmith.queue.heartbeat import Heartbeat, this_process
 from tinsmith.state.events import EventReader, Subscription
-from tinsmith.state.lanes import Lanes, Replica
+from tinsmith.state.lanes import Replica
+
+P = ParamSpec("P")
 
 DRAIN_S = 3.0  # how long a stop may wait for the store; below the time that Serve gives a replica to stop
 LISTEN_S = 3600.0  # of one wait for an event; only bounds how long a forgotten task would live
@@ -66,11 +69,18 @@ class Worker:
         self._serving: asyncio.Task[None] | None = None
         self._listening: list[asyncio.Task[None]] = []
 
-    async def start(self, blueprint: Blueprint, found: Callable[[list[str]], None], listeners: list[Coroutine[None, None, None]]) -> None:
-        """Take the lease, listen, serve. `found` hears, in this loop, of lanes without an owner. Raises StateContention."""
+    async def start(
+        self,
+        blueprint: Blueprint,
+        found: Callable[[list[str]], None],
+        cut_off: Callable[[], None],
+        listeners: list[Coroutine[None, None, None]],
+    ) -> None:
+        """Take the lease, listen, serve. `found` hears, in this loop, of lanes without an owner, and `cut_off` of renewals that failed.
+        Raises StateContention."""
         await self._events.start()
         found(await self._connection.lanes.renew(self._replica))
-        self._heartbeat = self._start_heartbeat(blueprint, found)
+        self._heartbeat = self._start_heartbeat(blueprint, found, cut_off)
         self._listening = [asyncio.create_task(listener) for listener in listeners]
         self._serving = asyncio.create_task(self._executor.run())
 
@@ -82,14 +92,15 @@ class Worker:
             raise WorkerEnded("nothing renews the lease")
         if not self._events.is_reading:
             raise WorkerEnded("nothing reads events")
-        if any(task is None or task.done() for task in (self._serving, *self._listening)):
-            raise WorkerEnded("a task of this replica has ended by a defect")
+        for task in (self._serving, *self._listening):
+            if task is None or task.done():
+                raise WorkerEnded("a task of this replica has ended by a defect") from _defect_of(task)
 
     async def stop(self) -> None:
         """Finish what runs, hand everything back, and give up the lease, so that others need not wait for its end."""
         self._executor.stop()
         if self._serving is not None:
-            await self._serving
+            await asyncio.wait([self._serving])  # `check` tells of its defects; the lease is given up all the same
         for task in self._listening:
             task.cancel()
         if self._heartbeat is not None:
@@ -100,13 +111,14 @@ class Worker:
         self._gate.close()
         await self._connection.store.close()
 
-    def _start_heartbeat(self, blueprint: Blueprint, found: Callable[[list[str]], None]) -> Heartbeat:
+    def _start_heartbeat(self, blueprint: Blueprint, found: Callable[[list[str]], None], cut_off: Callable[[], None]) -> Heartbeat:
         loop = asyncio.get_running_loop()
         heartbeat = Heartbeat(
-            lambda: _own_lanes(blueprint),
+            lambda: connect(blueprint),
             self._replica,
             lease_s=blueprint.config.execution.lease_s,
             found=lambda unowned: _call_in(loop, found, unowned),
+            cut_off=lambda: _call_in(loop, cut_off),
         )
         heartbeat.start()
         return heartbeat
@@ -136,11 +148,10 @@ def new_replica(base: str) -> Replica:
     return this_process(uuid.uuid4().hex, base, ray.get_runtime_context().get_node_id())
 
 
-async def _own_lanes(blueprint: Blueprint) -> Lanes:
-    """A connection of the heartbeat's own loop."""
-    return connect(blueprint).lanes
+def _defect_of(task: asyncio.Task[None] | None) -> BaseException | None:
+    return None if task is None or task.cancelled() else task.exception()
 
 
-def _call_in(loop: asyncio.AbstractEventLoop, found: Callable[[list[str]], None], unowned: list[str]) -> None:
+def _call_in(loop: asyncio.AbstractEventLoop, call: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
     if not loop.is_closed():
-        loop.call_soon_threadsafe(found, unowned)
+        loop.call_soon_threadsafe(partial(call, *args, **kwargs))

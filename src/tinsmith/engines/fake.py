@@ -281,14 +281,14 @@ class FakeSamplingEngine:
     def add(self, ticket: Ticket, sample: Sample) -> None:
         self._enter("add", ticket)
         tokens = sample.prompt.tokens
-        if not 1 <= len(tokens) < self._max_context:
-            raise InputTokensExceeded(f"prompt: {len(tokens)} tokens; send 1 to {self._max_context - 1}")
+        if not 1 <= len(tokens) <= self._max_context:
+            raise InputTokensExceeded(f"prompt: {len(tokens)} tokens; send 1 to {self._max_context}")
         check_tokens("prompt", tokens, self._vocab_size)
         if sample.adapter is not None and sample.adapter not in self._adapters:
             raise NotFound(f"adapter {sample.adapter!r} is not loaded")
         if _fault_of(tokens)[0] is Fault.REFUSE:
             raise ValidationFailed("injected fault: refused")
-        room = self._max_context - len(tokens)
+        room = max(1, self._max_context - len(tokens))  # a prompt that fills the context still gets one token
         limit = room if sample.params.max_tokens is None else min(sample.params.max_tokens, room)
         b = [0.0] * DIMENSIONS if sample.adapter is None else self._adapters[sample.adapter]
         rows = [SampledSequence([], [], StopReason.LENGTH) for _ in range(sample.num_samples)]

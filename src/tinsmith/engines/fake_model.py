@@ -111,7 +111,8 @@ class Rows:
                 loss = -weight * value
                 slope = -weight
             else:
-                loss = slope = -weight * _ratio(value, self.inputs["logprobs"][index]) * self.inputs["advantages"][index]
+                factor = weight * self.inputs["advantages"][index]
+                loss = slope = 0.0 if factor == 0 else -factor * _ratio(value, self.inputs["logprobs"][index])
             total += loss
             gradient[target % DIMENSIONS] += slope * a[target % DIMENSIONS] * -math.expm1(value)
         return total
@@ -148,7 +149,7 @@ def _dense(tensor: Tensor) -> list[float]:
     dense: list[float] = [0] * (rows * columns)
     for row in range(rows):
         for index in range(crow[row], crow[row + 1]):
-            dense[row * columns + col[index]] = values[index]
+            dense[row * columns + col[index]] += values[index]
     return dense
 
 
@@ -175,7 +176,7 @@ def _check_input(name: str, tensor: Tensor, wanted: LossInput, num_tokens: int) 
     tensor.check(name)
     if wanted.dtype is DType.INT64 and tensor.dtype is not DType.INT64:
         raise ValidationFailed(f"{name}: float32 where int64 is needed")
-    if len(tensor.shape) not in wanted.ranks or tensor.shape[0] != num_tokens:
+    if len(tensor.shape) not in wanted.ranks or tensor.shape[0] != num_tokens or 0 in tensor.shape:
         raise ValidationFailed(f"{name}: shape {list(tensor.shape)}; send {num_tokens} rows, one a token, and a rank of {wanted.ranks}")
     if not all(map(math.isfinite, _dense(tensor))):
         raise ValidationFailed(f"{name}: every value must be finite")

@@ -3,8 +3,9 @@
 Knows the seams (`Store`, `Lanes`) and not what implements them.
 """
 
+import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -16,7 +17,7 @@ from tinsmith.protocol.errors import NotFound
 from tinsmith.protocol.ids import RequestId, Work
 from tinsmith.protocol.sessions import BaseModelInfo, CheckpointRecord
 from tinsmith.state.catalog import Catalog
-from tinsmith.state.events import EventReader
+from tinsmith.state.events import EventReader, Waiter
 from tinsmith.state.lanes import Lanes
 from tinsmith.state.store import Store, StoreInfo
 
@@ -45,6 +46,29 @@ class Identity:
         return self._info
 
 
+class LongPolls:
+    """Those that wait in this process. A gateway that stops ends them as the end of their window would: their callers ask again."""
+
+    def __init__(self) -> None:
+        self._waiters: set[Waiter] = set()
+        self.are_ending = False
+
+    @contextlib.contextmanager
+    def hold(self, waiter: Waiter) -> Iterator[None]:
+        """Let `end` wake the waiter."""
+        self._waiters.add(waiter)
+        try:
+            yield
+        finally:
+            self._waiters.discard(waiter)
+
+    def end(self) -> None:
+        """Wake all, and let no other wait."""
+        self.are_ending = True
+        for waiter in self._waiters:
+            waiter.wake()
+
+
 @dataclass(frozen=True)
 class Services:
     """`base_models` are those that this server trains and samples, by name."""
@@ -56,6 +80,7 @@ class Services:
     base_models: Mapping[str, BaseModelInfo]
     catalog: Catalog = field(init=False)
     identity: Identity = field(init=False)
+    polls: LongPolls = field(init=False, default_factory=LongPolls)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "catalog", Catalog(self.store))

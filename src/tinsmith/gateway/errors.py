@@ -4,6 +4,7 @@ A body is `{"detail": <one line>, "reason": <reason code>, "category": ...}`; it
 a proxy's fault. It has no key `error`: that marks a failed future.
 """
 
+import asyncio
 import logging
 import uuid
 from collections.abc import Mapping
@@ -22,8 +23,11 @@ from tinsmith.protocol.errors import (
     ServerError,
     TinsmithError,
 )
+from tinsmith.protocol.futures import one_line
 
 logger = logging.getLogger(__name__)
+
+HOLD_S = 1.0  # how long an answer is held after which clients ask again at once: a 5xx on their long poll
 
 _RESENT = frozenset({408, 409, 429})  # statuses that clients send again by themselves, beside the 5xx
 
@@ -37,7 +41,7 @@ def is_resent(error: TinsmithError) -> bool:
 
 
 def error_response(error: TinsmithError) -> JSONResponse:
-    content = {"detail": error.message, "reason": error.reason.value, "category": error.category.value}
+    content = {"detail": one_line(error.message), "reason": error.reason.value, "category": error.category.value}
     return JSONResponse(content, status_code=TINKER_STATUS[error.reason])
 
 
@@ -73,4 +77,5 @@ async def _of_bug(_: Request, error: Exception) -> Response:
     """The traceback goes to the log, under an id that the caller can quote."""
     incident = uuid.uuid4().hex
     logger.error("incident %s", incident, exc_info=error)
+    await asyncio.sleep(HOLD_S)
     return error_response(InternalError(f"the server failed; its log has the details under {incident}"))

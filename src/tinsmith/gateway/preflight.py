@@ -4,14 +4,14 @@ A pure function of the command and the facts of its base model. An engine checks
 bad input costs its caller no turn in a queue.
 """
 
-from math import isfinite
+from math import isfinite, prod
 
-from tinsmith.protocol.errors import InputTokensExceeded, ValidationFailed
+from tinsmith.protocol.errors import InputTokensExceeded, PayloadTooLarge, ValidationFailed
 from tinsmith.protocol.inputs import Datum, ModelInput
 from tinsmith.protocol.losses import LOSSES, LossSpec
 from tinsmith.protocol.sampling import Sample
 from tinsmith.protocol.sessions import BaseModelInfo
-from tinsmith.protocol.tensors import DType, Tensor, int32_values
+from tinsmith.protocol.tensors import MAX_COMMAND_ELEMENTS, DType, Tensor, int32_values
 from tinsmith.protocol.training import Compute
 
 
@@ -23,19 +23,18 @@ def check_compute(command: Compute, base: BaseModelInfo) -> None:
     _check_config(command, spec)
     if not command.data:
         raise ValidationFailed("data: empty; send at least one datum")
+    _check_elements(command)
     for index, datum in enumerate(command.data):
         _check_input(datum.model_input, f"data[{index}].model_input", base)
         _check_loss_inputs(datum, f"data[{index}].loss_fn_inputs", command.loss_fn, spec)
 
 
 def check_sample(sample: Sample, base: BaseModelInfo) -> None:
-    """Raises ValidationFailed or InputTokensExceeded, naming the field and the remedy."""
+    """Raises ValidationFailed or InputTokensExceeded, naming the field and the remedy.
+
+    max_tokens may be more than the context has room for: the sample then ends where the context does.
+    """
     _check_input(sample.prompt, "prompt", base)
-    wanted = 1 if sample.params.max_tokens is None else sample.params.max_tokens
-    if len(sample.prompt) + wanted > base.max_context:
-        raise InputTokensExceeded(
-            f"prompt: {len(sample.prompt)} tokens and max_tokens {wanted} exceed the context of {base.max_context}; shorten one of them"
-        )
 
 
 def _check_config(command: Compute, spec: LossSpec) -> None:
@@ -45,6 +44,15 @@ def _check_config(command: Compute, spec: LossSpec) -> None:
             raise ValidationFailed(f"loss_fn_config: unknown key {key[:100]!r}; {accepted}")
         if isinstance(value, str) or not isfinite(value):
             raise ValidationFailed(f"loss_fn_config.{key}: {str(value)[:100]!r} is no finite number; {accepted}")
+
+
+def _check_elements(command: Compute) -> None:
+    """A few bytes of sparse tensor may stand for megabytes: what all of them unfold to is bounded too."""
+    elements = sum(prod(tensor.shape) for datum in command.data for tensor in datum.loss_fn_inputs.values())
+    if elements > MAX_COMMAND_ELEMENTS:
+        raise PayloadTooLarge(
+            f"data: the loss inputs have {elements} elements when dense, the bound is {MAX_COMMAND_ELEMENTS}; send smaller chunks"
+        )
 
 
 def _check_input(model_input: ModelInput, field: str, base: BaseModelInfo) -> None:
@@ -80,3 +88,5 @@ def _check_rows(tensor: Tensor, field: str, num_rows: int, ranks: tuple[int, ...
         raise ValidationFailed(f"{field}: has rank {len(tensor.shape)}, allowed are {', '.join(map(str, ranks))}; reshape it")
     if tensor.shape[0] != num_rows:
         raise ValidationFailed(f"{field}: has {tensor.shape[0]} rows for {num_rows} tokens of model_input; send one row a token")
+    if 0 in tensor.shape:
+        raise ValidationFailed(f"{field}: shape {list(tensor.shape)} has no columns; send at least one value a token")

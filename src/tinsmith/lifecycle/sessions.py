@@ -22,6 +22,10 @@ logger = logging.getLogger(__name__)
 
 async def end_session(catalog: Catalog, lanes: Lanes, tenant: str, session_id: str, *, reason: str, now_ms: int) -> SessionRecord:
     """Mark the session as ended and fail its pending work; the first reason stays. Idempotent. Raises NotFound."""
+    record = await catalog.session(tenant, session_id)
+    ending = record if record.ended_ms is not None else record.model_copy(update={"end_reason": reason})
+    # Before the mark: whoever comes after the mark finds the models that are still open by it, but no sample.
+    await lanes.close_session(tenant, session_id, session_ended(ending))
     record = await catalog.end_session(tenant, session_id, reason=reason, now_ms=now_ms)
     await _close_models(catalog, lanes, record, now_ms=now_ms)
     return record
@@ -65,14 +69,19 @@ class SessionSweep:
         self._stuck_ms = stuck_ms
         self._lease_ms = lease_ms
         self._heard_since_ms: int | None = None  # the store has been there without a break since then
+        self._is_cut_off = False
 
     async def run(self) -> SweepReport | None:
         """One pass; None where another process leads. Raises StateContention while the store is away."""
         try:
-            return await self._run()
+            if self._is_cut_off:
+                await self._store.open()  # it may have come back empty; a sweep remembers nothing and goes on in it
+            report = await self._run()
         except StateContention:
-            self._heard_since_ms = None
+            self._heard_since_ms, self._is_cut_off = None, True
             raise
+        self._is_cut_off = False
+        return report
 
     async def _run(self) -> SweepReport | None:
         if not await self._store.lease(LEADER, self._holder, self._lease_ms):

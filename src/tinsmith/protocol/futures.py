@@ -13,6 +13,11 @@ MAX_MESSAGE = 1024  # characters of a failure's message
 MAX_DIAGNOSTIC = 64 * 1024  # of its traceback, whose tail is kept
 
 
+def one_line(message: str) -> str:
+    """A message as callers get it: what it quotes of theirs may be long or broken into lines."""
+    return " ".join(message.split())[:MAX_MESSAGE]
+
+
 class State(StrEnum):
     """pending -> running -> completed | failed | cancelled; running -> pending only when another replica takes the lane over."""
 
@@ -43,8 +48,7 @@ class Failure(BaseModel):
     def of(cls, error: BaseException) -> "Failure":
         """A typed error keeps its reason; anything else is an internal error whose text stays in the diagnostic."""
         if isinstance(error, TinsmithError):
-            line = " ".join(error.message.split())[:MAX_MESSAGE]
-            return cls(reason=error.reason, message=line, category=error.category)
+            return cls(reason=error.reason, message=one_line(error.message), category=error.category)
         trace = "".join(traceback.format_exception(error))[-MAX_DIAGNOSTIC:]
         return cls(
             reason=InternalError.reason,

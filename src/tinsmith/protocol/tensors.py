@@ -13,6 +13,7 @@ from itertools import islice
 from tinsmith.protocol.errors import ValidationFailed
 
 MAX_ELEMENTS = 4 * 1024 * 1024  # of one dense tensor: a command is at most 16 MiB decoded, at 4 bytes an element
+MAX_COMMAND_ELEMENTS = 2 * MAX_ELEMENTS  # of all tensors of one command, dense: sparse ones may unfold to more than they take
 
 
 class DType(StrEnum):

@@ -23,6 +23,8 @@ MAX_PARTS = 131_072  # chunks, tensors and spans of one command together
 MAX_CONFIG = 64  # entries of a loss's config
 MAX_RANK = 8
 MAX_DEPTH = 32  # of nested JSON
+MAX_SEQ = 2**31 - 1  # of a model's requests, and of the models and sampling sessions of a session: int32 on the wire
+MAX_SAMPLE_SEQ = 2**63 - 1  # a clone of a sampling client counts from a multiple of 10^9
 MAX_JSON_VALUES = 5 * MIB  # commas of a JSON body: a command of 16 MiB holds 4 Mi numbers of 4 bytes
 MAX_JSON_CONTAINERS = 64 * MAX_DATUMS  # a datum of an old SDK takes about 17
 MAX_JSON_STRINGS = 128 * MAX_DATUMS  # and about 25
@@ -55,7 +57,7 @@ def read_head(body: bytes) -> Head:
     model_id, seq_id = found.get(1), found.get(2)
     return Head(
         model_id=model_id.decode(errors="replace") if isinstance(model_id, bytes) else None,
-        seq_id=seq_id if isinstance(seq_id, int) and seq_id < 1 << 31 else None,
+        seq_id=seq_id if isinstance(seq_id, int) and seq_id <= MAX_SEQ else None,
     )
 
 

@@ -4,7 +4,7 @@ Knows nothing of HTTP. The server owns every default. A fault is a user error th
 """
 
 from array import array
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic_core
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -18,6 +18,7 @@ from tinsmith.protocol.wire_bounds import (
     MAX_CONFIG,
     MAX_DATUMS,
     MAX_RANK,
+    MAX_SEQ,
     MAX_TENSORS,
     Head,
     check_command_size,
@@ -42,6 +43,7 @@ class Body(BaseModel):
 
 
 AnyBody = TypeVar("AnyBody", bound=Body)
+Count = Annotated[int, Field(ge=0, le=MAX_SEQ)]  # callers count models and sampling sessions from 0
 
 
 class ChunkBody(Body):
@@ -132,7 +134,8 @@ def parse(body: bytes) -> object:
     """The JSON text as plain data, within the bounds. Raises PayloadTooLarge, InvalidRequest."""
     check_json(body)
     try:
-        return pydantic_core.from_json(body, allow_inf_nan=False)
+        # Old SDKs write NaN and Infinity. Refused here they would hide model and seq; the fields refuse them.
+        return pydantic_core.from_json(body, allow_inf_nan=True)
     except ValueError as error:
         raise InvalidRequest(f"body: no valid JSON ({error}); send a JSON object") from error
 
@@ -160,7 +163,7 @@ def json_head(tree: object) -> Head:
     model_id, seq_id = tree.get("model_id"), tree.get("seq_id")
     return Head(
         model_id=model_id if isinstance(model_id, str) else None,
-        seq_id=seq_id if isinstance(seq_id, int) and not isinstance(seq_id, bool) else None,
+        seq_id=seq_id if isinstance(seq_id, int) and not isinstance(seq_id, bool) and abs(seq_id) <= MAX_SEQ else None,
     )
 
 

@@ -12,7 +12,7 @@ rebuilt from the snapshot and the log. Run comes before settle; that is safe sin
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
@@ -149,8 +149,11 @@ class Executor:
             resident.has_work = True
             self._bell.set()
 
-    def offer(self, lanes: Iterable[str]) -> None:
-        """These lanes may have work and no owner. A hint; pool lanes are ignored."""
+    def offer(self, lanes: Collection[str]) -> None:
+        """These lanes may have work and no owner. A hint; pool lanes are ignored. A lane that this replica believes to own is looked at:
+        its lease had lapsed when the work came, or another has owned the lane since."""
+        for lane in lanes:
+            self.ring(lane)
         fresh = [lane for lane in lanes if lane not in self._ring and not lane.startswith(self._pools)]
         if fresh:
             self._candidates.update(dict.fromkeys(fresh))
@@ -160,6 +163,10 @@ class Executor:
         """Hints may have been lost: look at everything."""
         self._must_look = True
         self._bell.set()
+
+    def spare(self) -> None:
+        """The store was away from this process: for one lease, leave alone the lanes that others may own, who were cut off from it too."""
+        self._take_over_at = asyncio.get_running_loop().time() + self._lanes.limits.lease_ms / 1000
 
     def stop(self) -> None:
         """Make `run` finish the running call, snapshot and release every lane, and return."""
@@ -229,7 +236,7 @@ class Executor:
         return all(replica.id != info.owner for replica in living)
 
     def _must_spare(self, info: LaneInfo) -> bool:
-        """After the store was away its leases say nothing for one lease: their owners were cut off from it too."""
+        """Whether the lane's lease says nothing now (see `spare`)."""
         rest_s = self._take_over_at - asyncio.get_running_loop().time()
         if rest_s <= 0 or info.token == 0:
             return False
@@ -424,7 +431,7 @@ class Executor:
             except StateContention as error:
                 if not is_patient:
                     raise
-                self._take_over_at = loop.time() + self._lanes.limits.lease_ms / 1000
+                self.spare()
                 if loop.time() >= self._give_up_at:
                     raise _GivenUp(error.message) from error
                 await asyncio.sleep(retry_s)

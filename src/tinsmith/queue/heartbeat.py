@@ -10,20 +10,33 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from typing import Protocol
 
 import psutil
 
 from tinsmith.protocol.errors import StateContention
 from tinsmith.state.lanes import Lanes, Replica
+from tinsmith.state.store import Store
 
 BEATS_A_LEASE = 3
 RETRIES_A_BEAT = 4
 START_TOLERANCE_S = 5.0  # start times are told relative to a boot time that the system clock's corrections move
 
-Connect = Callable[[], Awaitable[Lanes]]
-
 _log = logging.getLogger(__name__)
+
+
+class Connection(Protocol):
+    """A way to the store that nobody else uses."""
+
+    @property
+    def store(self) -> Store: ...
+
+    @property
+    def lanes(self) -> Lanes: ...
+
+
+Connect = Callable[[], Connection]
 
 
 def this_process(id: str, base: str, node: str) -> Replica:
@@ -35,14 +48,25 @@ def this_process(id: str, base: str, node: str) -> Replica:
 class Heartbeat:
     """Renews `replica` three times a lease until `stop`.
 
-    `found` is called in the heartbeat's thread with the unowned lanes of the base model; pass them on with call_soon_threadsafe.
+    All that it is given is called in its thread. connect: the connection belongs to the heartbeat's own loop. found: told of the base
+    model's lanes without an owner. cut_off: told of each renewal that failed, also of an outage that nobody else has met. Pass on what
+    they hear with call_soon_threadsafe.
     """
 
-    def __init__(self, connect: Connect, replica: Replica, *, lease_s: float, found: Callable[[list[str]], None]) -> None:
+    def __init__(
+        self,
+        connect: Connect,
+        replica: Replica,
+        *,
+        lease_s: float,
+        found: Callable[[list[str]], None],
+        cut_off: Callable[[], None],
+    ) -> None:
         self._connect = connect
         self._replica = replica
         self._beat_s = lease_s / BEATS_A_LEASE
         self._found = found
+        self._cut_off = cut_off
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopped: asyncio.Event | None = None
@@ -76,18 +100,28 @@ class Heartbeat:
     async def _beat_until_stopped(self) -> None:
         self._loop, self._stopped = asyncio.get_running_loop(), asyncio.Event()
         self._has_started.set()
-        lanes: Lanes | None = None
-        while not self._stopped.is_set():
+        connection = self._connect()
+        try:
+            await self._beat_on(connection, self._stopped)
+        finally:
+            await connection.store.close()
+
+    async def _beat_on(self, connection: Connection, stopped: asyncio.Event) -> None:
+        is_cut_off = False
+        while not stopped.is_set():
             began = time.monotonic()
             pause_s = self._beat_s
             try:
-                if lanes is None:
-                    lanes = await self._connect()
-                await self._beat(lanes)
+                if is_cut_off:
+                    await connection.store.open()  # it may have come back empty; a lease remembers nothing and goes on in it
+                await self._beat(connection.lanes)
+                is_cut_off = False
             except StateContention as error:
                 _log.warning("the lease of %s could not be renewed: %s", self._replica.id, error.message)
+                is_cut_off = True
+                self._cut_off()
                 pause_s = self._beat_s / RETRIES_A_BEAT
-            await self._pause(self._stopped, began + pause_s - time.monotonic())
+            await self._pause(stopped, began + pause_s - time.monotonic())
 
     async def _beat(self, lanes: Lanes) -> None:
         unowned = await lanes.renew(self._replica)

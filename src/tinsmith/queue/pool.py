@@ -84,10 +84,11 @@ class _Pause:
 
 @dataclass(slots=True)
 class _Held:
-    """A request that this replica runs. `deadline` is on the executor's clock."""
+    """A request that this replica runs. `deadline` is on the executor's clock. is_suspect: it had cost a worker when it was let in."""
 
     entry: PoolEntry
     deadline: float
+    is_suspect: bool
 
 
 class PoolExecutor:
@@ -158,14 +159,20 @@ class PoolExecutor:
             intake, self._intake = self._intake, None
             intake.result()
         wanted = bool(self._taken) or (self._may_have_work and not self._stopping and self._backend.room() > 0)
-        if self._intake is None and wanted and self._clock() >= self._take_pause.until:
+        if self._intake is None and wanted and not self._must_hold_off() and self._clock() >= self._take_pause.until:
             self._intake = asyncio.create_task(self._fill())
             self._intake.add_done_callback(lambda _: self._woken.set())
 
     async def _fill(self) -> None:
         """Take until nothing comes or nothing more fits."""
-        while await self._take() and not self._stopping and self._backend.room() > 0:
+        while await self._take() and not self._stopping and not self._must_hold_off() and self._backend.room() > 0:
             pass
+
+    def _must_hold_off(self) -> bool:
+        """A request that has cost a worker runs alone: if it does so again, no other is lost with it."""
+        if self._taken:
+            return bool(self._held) and self._taken[0].attempts > 0
+        return any(held.is_suspect for held in self._held.values())
 
     async def _take(self) -> bool:
         """Whether anything was taken."""
@@ -176,7 +183,7 @@ class PoolExecutor:
                 entries = await self._lanes.pool_take(self._base, self._replica, max_entries, TAKE_TOKENS)
                 self._may_have_work = self._may_have_work or bool(entries)
                 self._taken = [entry for entry in entries if not self._is_known(entry)]
-            if not self._taken:
+            if not self._taken or self._must_hold_off():
                 self._take_pause.end()
                 return False
             bodies = await self._lanes.bodies([(entry.rid, entry.digest) for entry in self._taken])
@@ -205,7 +212,7 @@ class PoolExecutor:
         deadline = self._clock() + self._timeout_s
         works: list[Work] = []
         for entry, body in zip(entries, bodies, strict=True):
-            self._held[entry.rid] = _Held(entry, deadline)
+            self._held[entry.rid] = _Held(entry, deadline, is_suspect=entry.attempts > 0)
             work = self._work(entry.rid, body)
             if isinstance(work, Work):
                 works.append(work)

@@ -207,25 +207,26 @@ class EventReader:
     async def _next(self, is_broken: bool) -> Wake:
         """One blocking read. Raises StateContention."""
         if is_broken:
-            await self._check_epoch()
+            await self._has_new_epoch()
         wake = await self._lanes.wait(self._cursors, self._block_s)
-        if wake.resync:
-            await self._check_epoch()
+        if wake.resync and await self._has_new_epoch():
+            return Wake({}, self._cursors, frozenset())  # the cursors read may be those of the store as it was
         return wake
 
-    async def _check_epoch(self) -> None:
+    async def _has_new_epoch(self) -> bool:
         """Start over if the store was emptied. The callback comes first: whoever then looks knows that ids of the old epoch are gone."""
         if self._store is None:
-            return
+            return False
         info = await self._store.open()
         if info.epoch == self._epoch:
-            return
+            return False
         cursors = await self._lanes.tail(self._topics)
         self._epoch, self._cursors = info.epoch, cursors
         _LOG.warning("event reader: the store was emptied; what it held is gone")
         if self._on_new_epoch is not None:
             self._on_new_epoch(info)
         self._wake_everybody()
+        return True
 
     def _deliver(self, wake: Wake) -> None:
         self._cursors.update(wake.cursors)

@@ -237,11 +237,19 @@ class Lanes(Protocol):
         """Fail every pending or running entry, fence the owner, delete the bodies and the log. Idempotent; unknown lanes are ignored."""
         ...
 
+    async def close_session(self, tenant: str, session: str, failure: Failure) -> None:
+        """Fail every pending or running sample of the session and refuse those that come after. Idempotent. Its model lanes are closed
+        one by one."""
+        ...
+
     async def cancel(self, tenant: str, rid: str) -> State | None:
         """pending -> cancelled; any other state is answered unchanged; None for an unknown or foreign id."""
         ...
 
-    async def pool_submit(self, submission: PoolSubmission) -> Submitted: ...
+    async def pool_submit(self, submission: PoolSubmission) -> Submitted:
+        """Append a sample, once. Refuses, with nothing written: SessionEnded, QuotaExceeded (pending or byte budget), RequestRejected (the
+        key was used with another digest)."""
+        ...
 
     async def pool_take(self, base: str, replica: str, max_entries: int, max_tokens: int) -> list[PoolEntry]:
         """Entries of the base model's pools, tenants by deficit round robin over tokens, arrival order within one. Reclaims those of

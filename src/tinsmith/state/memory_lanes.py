@@ -52,6 +52,7 @@ class MemoryLanes:
         self._replicas = MemoryReplicas(limits.lease_ms, self._clock_ms)
         self._pools = MemoryPools(self._futures, self._replicas, self._events, limits.max_attempts)
         self._lanes: dict[str, LaneLog] = {}
+        self._ended: dict[tuple[str, str], int] = {}  # (tenant, session) -> when; their samples are refused
         store.on_flush(self._forget)
 
     # Submitting
@@ -268,6 +269,10 @@ class MemoryLanes:
             log.owner = None
         self._store.apply(writes)
 
+    async def close_session(self, tenant: str, session: str, failure: Failure) -> None:
+        self._ended.setdefault((tenant, session), self._clock_ms())
+        self._pools.close_session(tenant, session, failure)
+
     async def cancel(self, tenant: str, rid: str) -> State | None:
         record = self._futures.find(tenant, rid)
         if record is None:
@@ -287,6 +292,8 @@ class MemoryLanes:
         repeat = self._repeat(submission.rid, submission.tenant, submission.digest)
         if repeat is not None:
             return repeat
+        if (submission.tenant, submission.session) in self._ended:
+            raise SessionEnded(f"session {submission.session} has ended; create a new one")
         self._pools.check_room(submission.base, submission.tenant, self.limits.max_pending)
         self._check_bytes(submission.tenant, len(submission.body))
         self._pools.append(submission, self._clock_ms())
@@ -363,6 +370,7 @@ class MemoryLanes:
         num_results = self._futures.free_results(fetched_before_ms=now_ms - self.limits.result_kept_ms, ended_before_ms=old_ms)
         num_records = self._futures.forget_where(lambda record: self._is_old(record, old_ms))
         self._lanes = {name: lane for name, lane in self._lanes.items() if lane.closed_ms is None or lane.closed_ms > old_ms}
+        self._ended = {session: ended_ms for session, ended_ms in self._ended.items() if ended_ms > old_ms}
         for replica in self._replicas.pop_dead(old_ms):
             self._events.drop(bell_topic(replica))
         return Swept(results=num_results, records=num_records, stuck=num_stuck)
@@ -387,6 +395,7 @@ class MemoryLanes:
 
     def _forget(self) -> None:
         self._lanes.clear()
+        self._ended.clear()
         self._pools.clear()
         self._replicas.clear()
         self._futures.clear()

@@ -5,6 +5,7 @@ not delay another's single sample. Knows nothing of model lanes.
 """
 
 from collections import defaultdict, deque
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 from tinsmith.protocol.errors import QuotaExceeded
@@ -51,8 +52,11 @@ class _Pool:
         self.append(tenant, rid)
         self.queues[tenant].rotate(1)
 
-    def drop(self, tenant: str, rid: str) -> None:
-        self.queues[tenant].remove(rid)
+    def drop(self, tenant: str, rids: Collection[str]) -> None:
+        """Take them out of line, and from those who run them."""
+        self.queues[tenant] = deque(rid for rid in self.queues[tenant] if rid not in rids)
+        for rid in rids:
+            self.taken.pop(rid, None)
 
     def rest(self) -> None:
         """With nobody waiting there is nobody to be fair to."""
@@ -152,7 +156,12 @@ class MemoryPools:
 
     def cancel(self, rid: str) -> None:
         """Drop a waiting entry."""
-        self._withdraw(rid, cancelled())
+        self._withdraw([rid], cancelled())
+
+    def close_session(self, tenant: str, session: str, failure: Failure) -> None:
+        """Fail what waits and what runs."""
+        own = [rid for rid, sample in self._samples.items() if (sample.entry.tenant, self._futures.get(rid).session) == (tenant, session)]
+        self._withdraw(own, failure)
 
     def expire(self, submitted_before_ms: int, stuck_ms: int) -> int:
         """Fail the entries that have waited since the time or longer; answers how many."""
@@ -160,8 +169,7 @@ class MemoryPools:
             self.reclaim(base)
         waiting = [rid for pool in self._pools.values() for queue in pool.queues.values() for rid in queue]
         old = [rid for rid in waiting if self._samples[rid].submitted_ms <= submitted_before_ms]
-        for rid in old:
-            self._withdraw(rid, stuck(stuck_ms))
+        self._withdraw(old, stuck(stuck_ms))
         return len(old)
 
     def clear(self) -> None:
@@ -173,10 +181,15 @@ class MemoryPools:
         pool.taken[entry.rid] = replica
         return self._keep(replace(entry, token=entry.token + 1))
 
-    def _withdraw(self, rid: str, failure: Failure) -> None:
-        sample = self._samples[rid]
-        self._pools[sample.base].drop(sample.entry.tenant, rid)
-        self._end(rid, Outcome(failure=failure))
+    def _withdraw(self, rids: Collection[str], failure: Failure) -> None:
+        by_queue: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
+        for rid in rids:
+            sample = self._samples[rid]
+            by_queue[sample.base, sample.entry.tenant].add(rid)
+        for (base, tenant), dropped in by_queue.items():
+            self._pools[base].drop(tenant, dropped)
+        for rid in rids:
+            self._end(rid, Outcome(failure=failure))
 
     def _end(self, rid: str, outcome: Outcome) -> None:
         self._futures.end(rid, outcome)

@@ -51,6 +51,7 @@ class RedisLanes:
         self.limits = limits
         self._store = store
         self._worn_out = worn_out(limits.max_attempts).model_dump_json()
+        self._read_epoch: str | None = None  # of the cursors that `tail` gave out last
         self._pool_calls: defaultdict[tuple[str, str], _PoolCall] = defaultdict(_PoolCall)
 
     # Submitting
@@ -144,6 +145,9 @@ class RedisLanes:
     async def close(self, tenant: str, lane: str, failure: Failure, writes: Sequence[Write] = ()) -> None:
         await self._store.run("close", tenant, lane, failure.model_dump_json(), self.limits.record_kept_ms, *_writes(writes))
 
+    async def close_session(self, tenant: str, session: str, failure: Failure) -> None:
+        await self._store.run("close_session", tenant, session, failure.model_dump_json(), self.limits.record_kept_ms)
+
     async def cancel(self, tenant: str, rid: str) -> State | None:
         (reply,) = await self._store.run("cancel", tenant, rid, cancelled().model_dump_json())
         state = _text(reply[0])
@@ -224,6 +228,7 @@ class RedisLanes:
     # Waiting
 
     async def tail(self, topics: Sequence[str]) -> dict[str, int]:
+        self._read_epoch = (await self._store.info()).epoch
         numbers = await self._store.link.command("HMGET", "topics", *topics) if topics else []
         return {topic: int(number or 0) for topic, number in zip(topics, numbers, strict=True)}
 
@@ -236,7 +241,7 @@ class RedisLanes:
         if not read:
             return await self._quiet(cursors)
         events, numbers, resync = {}, dict(cursors), set()
-        epoch = int((await self._store.info()).epoch, 16)
+        epoch = int(await self._epoch_of_cursors(), 16)
         for stream, entries in read:
             topic = stream.decode().removeprefix("topic:")
             first, first_epoch = _event_id(entries[0][0])
@@ -250,10 +255,15 @@ class RedisLanes:
 
     async def _quiet(self, cursors: Mapping[str, int]) -> Wake:
         """Nothing came: an empty wake, unless the store was emptied."""
+        epoch = await self._epoch_of_cursors()
         numbers = await self.tail(list(cursors))
-        if await self._store.is_emptied() or any(numbers[topic] < cursor for topic, cursor in cursors.items()):
+        if self._read_epoch != epoch or await self._store.is_emptied() or any(numbers[topic] < cursor for topic, cursor in cursors.items()):
             return Wake({}, numbers, frozenset(cursors))
         return Wake({}, dict(cursors), frozenset())
+
+    async def _epoch_of_cursors(self) -> str:
+        """The store may have been opened anew since they were given out."""
+        return (await self._store.info()).epoch if self._read_epoch is None else self._read_epoch
 
     async def _resync_all(self, cursors: Mapping[str, int]) -> Wake:
         return Wake({}, await self.tail(list(cursors)), frozenset(cursors))
@@ -293,6 +303,7 @@ def _refusal(why: str, submission: Submission | PoolSubmission, limits: LaneLimi
     refusals: dict[str, TinsmithError] = {
         "unknown": NotFound(f"model {lane!r} is unknown"),
         "closed": SessionEnded(f"model {lane} is closed; create a new one"),
+        "ended": SessionEnded(f"session {submission.session} has ended; create a new one"),
         "digest": RequestRejected(f"seq_id {seq} was already used with different content; send new content under a new seq_id"),
         "pending": QuotaExceeded(f"{limits.max_pending} {work} are waiting already; wait for some of them before sending more"),
         "bytes": QuotaExceeded(f"commands and results over {held} bytes are held; fetch results or wait, then retry"),

@@ -115,6 +115,7 @@ class RedisLink:
             async with asyncio.timeout(timeout_s + _WAIT_SLACK_S):
                 return await _guarded(self._blocking_client.execute_command(*parts))
         except TimeoutError as error:
+            self._broken_at = monotonic()
             raise StateContention("the store does not answer a blocking read; check that Redis is running") from error
 
     async def close(self) -> None:

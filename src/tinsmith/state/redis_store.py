@@ -104,7 +104,7 @@ class RedisStore:
         policy = info.get("maxmemory_policy")
         if policy != "noeviction":
             raise ConfigError([f"store.url: Redis may evict records (maxmemory-policy {policy}); set `maxmemory-policy noeviction`"])
-        if info.get("aof_enabled") != 1:
+        if info.get("aof_enabled") != 1 and self._info is None:
             _LOG.warning("Redis runs without an append-only file, so its crash loses accepted work: set `appendonly yes`")
 
 

@@ -9,7 +9,7 @@ from ray.exceptions import RayActorError
 from tests.fakes.local_actor import LocalHandle
 from tinsmith import telemetry
 from tinsmith.deployments.memory_state import MemoryState, Part, Refused, RemoteLanes, RemoteStore, _Remote
-from tinsmith.protocol.errors import Category, NotFound, ReasonCode, StateContention
+from tinsmith.protocol.errors import Category, NotFound, ReasonCode, SessionEnded, StateContention
 from tinsmith.protocol.futures import Failure, Outcome, State, Write
 from tinsmith.protocol.training import Kind
 from tinsmith.state.lanes import (
@@ -131,6 +131,9 @@ async def test_refusals_cancels_and_samples_go_through(lanes: RemoteLanes) -> No
     await lanes.pool_submit(PoolSubmission(TENANT, "s", "base", "key", "s1", "d", b"prompt", 3))
     [entry] = await lanes.pool_take("base", REPLICA.id, 4, 100)
     assert await lanes.pool_settle(REPLICA.id, [(entry, Outcome(result=b"text"))]) == frozenset()
+    await lanes.close_session(TENANT, "s", FAILURE)
+    with pytest.raises(SessionEnded):
+        await lanes.pool_submit(PoolSubmission(TENANT, "s", "base", "late", "s2", "d", b"prompt", 3))
     await lanes.bury(REPLICA.id)
     assert await lanes.replicas("base") == []
 

@@ -47,6 +47,30 @@ def test_connections_that_a_former_server_left_do_not_count() -> None:
         assert port_of(reservation) == port
 
 
+def test_connections_that_a_replica_closed_or_left_open_do_not_keep_the_next_server_from_the_port() -> None:
+    with reserve(HOST, 0) as former:
+        port = port_of(former)
+        listener = listen_shared(HOST, port, 8)
+    listener.setblocking(True)
+    with listener, socket.create_connection((HOST, port)), socket.create_connection((HOST, port)) as left:
+        listener.accept()[0].close()
+        served = listener.accept()[0]
+    with left, served, reserve(HOST, port) as reservation, listen_shared(HOST, port, 8) as next_listener:
+        assert port_of(reservation) == port_of(next_listener) == port
+
+
+def test_a_second_server_is_refused_in_every_state_of_the_first() -> None:
+    with reserve(HOST, 0) as reservation:
+        port = port_of(reservation)
+        for _ in range(2):
+            with listen_shared(HOST, port, 8), listen_shared(HOST, port, 8) as dying:
+                dying.close()
+                with pytest.raises(PortUnavailable, match="is taken"):
+                    reserve(HOST, port)
+            with pytest.raises(PortUnavailable, match="is taken"):
+                reserve(HOST, port)
+
+
 def test_an_address_of_another_machine_is_named() -> None:
     with pytest.raises(PortUnavailable, match=r"gateway\.host: cannot listen on 192\.0\.2\.77:0 .*; choose an address of this machine"):
         reserve("192.0.2.77", 0)

@@ -22,6 +22,8 @@ from tinsmith.deployments.wiring import Blueprint, connect, lane_limits
 from tinsmith.deployments.worker import WorkerEnded, engine_builders
 from tinsmith.lifecycle.sessions import SessionSweep
 from tinsmith.protocol.errors import StateContention
+from tinsmith.queue.executor import Executor
+from tinsmith.queue.pool import PoolExecutor
 from tinsmith.state.redis_lanes import RedisLanes
 
 MODEL = "org/model"
@@ -160,6 +162,25 @@ async def test_health_mirrors_the_parts_of_a_worker(
     await replica.stop()
 
 
+@pytest.mark.parametrize(("kind", "executor"), [(Trainer, Executor), (Sampler, PoolExecutor)])
+async def test_a_defect_of_the_executor_is_told_and_the_lease_given_up(
+    kind: type[Trainer | Sampler], executor: type, blueprint: Blueprint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run(_: object) -> None:
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr(executor, "run", run)
+    replica = kind(blueprint, MODEL)
+    await replica.reconfigure({})
+    lanes = connect(blueprint).lanes
+    assert len(await lanes.replicas(MODEL)) == 1
+    with pytest.raises(WorkerEnded) as told:
+        await replica.check_health()
+    assert isinstance(told.value.__cause__, ZeroDivisionError)
+    await replica.stop()
+    assert await lanes.replicas(MODEL) == []
+
+
 async def test_the_heartbeat_tells_the_loop_of_lanes_without_an_owner(blueprint: Blueprint) -> None:
     loop = asyncio.get_running_loop()
     heard: list[list[str]] = []
@@ -202,6 +223,30 @@ async def test_two_gateways_share_the_port(blueprint: Blueprint) -> None:
         async with httpx.AsyncClient(base_url=url_of("127.0.0.1", port)) as client:
             assert (await client.get("/api/v1/healthz")).status_code == httpx.codes.OK
         await replicas[1].stop()
+
+
+async def test_a_gateway_that_stops_answers_its_long_polls(blueprint: Blueprint, caplog: pytest.LogCaptureFixture) -> None:
+    with reserve("127.0.0.1", 0) as reservation:
+        replica = DirectGateway(blueprint, port_of(reservation))
+        await replica.reconfigure({})
+        async with httpx.AsyncClient(base_url=url_of("127.0.0.1", port_of(reservation)), timeout=10) as client:
+            session = await Caller(client).session()
+            created = await Caller(client).post("create_model", {"session_id": session, "model_seq_id": 0, "base_model": MODEL})
+            ask = {"request_id": created["request_id"]}
+            poll = asyncio.create_task(client.post("/api/v1/retrieve_future", json=ask))
+            polls = replica._services.polls
+
+            async def is_waiting() -> bool:
+                return bool(polls._waiters)
+
+            await until(is_waiting)
+            await replica.stop()
+            answer = await poll
+        assert answer.status_code == httpx.codes.REQUEST_TIMEOUT
+        assert answer.json()["type"] == "try_again"
+        assert answer.headers["connection"] == "close"
+        assert not polls._waiters
+        assert "Exception" not in caplog.text
 
 
 async def test_behind_serves_proxy_the_same_app_is_offered(blueprint: Blueprint) -> None:

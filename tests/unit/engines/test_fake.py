@@ -138,6 +138,21 @@ def test_two_dimensional_targets_dense_and_sparse_agree(engine: FakeTrainingEngi
     assert run(engine, replace(dense, backward=False)) == run(engine, replace(sparse, backward=False))
 
 
+@pytest.mark.parametrize("zero", [{"advantages": float32(0)}, {"advantages": float32(1), "weights": float32(0)}])
+def test_a_row_without_weight_adds_nothing_whatever_its_ratio(engine: FakeTrainingEngine, zero: dict[str, Tensor]) -> None:
+    (answer,) = run(engine, compute("importance_sampling", (1,), target_tokens=int64(1), logprobs=float32(-1e9), **zero))
+    assert isinstance(answer, ComputeOutput)
+    assert answer.metrics["loss:sum"] == 0
+
+
+def test_sparse_entries_of_one_cell_add(engine: FakeTrainingEngine) -> None:
+    ints = lambda *values: np.array(values, dtype="<i8").tobytes()  # noqa: E731
+    halves = Tensor(DType.FLOAT32, (1, 1), np.array([0.25, 0.5], dtype="<f4").tobytes(), Csr(ints(0, 2), ints(0, 0)))
+    command = replace(compute(tokens=(1,), target_tokens=int64(1, shape=(1, 1)), weights=halves), backward=False)
+    whole = replace(compute(tokens=(1,), target_tokens=int64(1, shape=(1, 1)), weights=float32(0.75, shape=(1, 1))), backward=False)
+    assert run(engine, command) == run(engine, whole)
+
+
 @pytest.mark.proves("R10")
 @pytest.mark.parametrize(
     "command",
@@ -147,6 +162,7 @@ def test_two_dimensional_targets_dense_and_sparse_agree(engine: FakeTrainingEngi
         compute(target_tokens=int64(1, 2, 3), mask=float32(1, 1, 1)),
         compute(target_tokens=float32(1, 2, 3)),
         compute(target_tokens=int64(1, 2)),
+        compute(target_tokens=int64(shape=(3, 0))),
         compute(target_tokens=int64(1, 2, 3, shape=(3, 1, 1))),
         compute(target_tokens=int64(1, 2, 99999)),
         compute(target_tokens=int64(1, 2, 3), weights=float32(1, math.nan, 1)),
@@ -415,13 +431,16 @@ def test_the_context_limits_a_sample_without_max_tokens() -> None:
     engine = FakeSamplingEngine(max_context=6)
     assert len(finish(engine, sample(1, 2, max_tokens=None)).sequences[0].tokens) == 4
     assert len(finish(engine, sample(1, 2, max_tokens=100)).sequences[0].tokens) == 4
+    full = replace(sample(*range(6), max_tokens=1), prompt_logprobs=True)
+    output = finish(engine, full)
+    assert (len(output.sequences[0].tokens), len(output.prompt_logprobs or [])) == (1, 6)
 
 
 @pytest.mark.parametrize(
     ("request_", "error"),
     [
         (sample(), InputTokensExceeded),
-        (sample(*range(6)), InputTokensExceeded),
+        (sample(*range(7)), InputTokensExceeded),
         (sample(99999), ValidationFailed),
         (sample(1, adapter="k"), NotFound),
         (sample(FAULT_TOKEN, Fault.REFUSE), ValidationFailed),

@@ -1,5 +1,7 @@
 """The one map from exceptions to answers."""
 
+import asyncio
+import json
 import logging
 
 import pytest
@@ -8,7 +10,8 @@ from starlette.requests import ClientDisconnect, Request
 
 from tests.fakes.face import Face
 from tinsmith.gateway.errors import TINKER_STATUS, error_response, is_resent
-from tinsmith.protocol.errors import LEAVES, EndpointUnavailable, ReasonCode
+from tinsmith.protocol.errors import LEAVES, EndpointUnavailable, ReasonCode, ValidationFailed
+from tinsmith.protocol.futures import MAX_MESSAGE
 
 
 @pytest.mark.proves("R17")
@@ -25,6 +28,12 @@ def test_an_answer_is_never_empty_and_never_looks_like_a_failed_future(leaf):
     assert b'"error"' not in answer.body
 
 
+@pytest.mark.proves("R13")
+def test_an_answer_is_one_line_of_bounded_length():
+    detail = json.loads(error_response(ValidationFailed("a\nb " + "x" * 5000)).body)["detail"]
+    assert (detail[:6], len(detail)) == ("a b xx", MAX_MESSAGE)
+
+
 def test_what_clients_send_again_by_themselves():
     resent = {leaf.reason for leaf in LEAVES if is_resent(leaf("m"))}
     assert {ReasonCode.EXCLUSIVE_BUSY, ReasonCode.RATE_LIMIT_EXCEEDED, ReasonCode.RESOURCE_QUOTA_EXCEEDED} <= resent
@@ -39,10 +48,15 @@ async def test_unknown_paths_and_methods_answer_in_json(face: Face):
     assert (wrong.status_code, wrong.json()["reason"]) == (405, "invalid_request")
 
 
-async def test_a_defect_is_a_500_whose_text_stays_in_the_log(face: Face, caplog):
+@pytest.mark.proves("R15")
+async def test_a_defect_is_a_500_whose_text_stays_in_the_log(face: Face, caplog, monkeypatch):
+    monkeypatch.setattr("tinsmith.gateway.errors.HOLD_S", 0.05)
     add_route(face.app, "/api/v1/broken", RuntimeError("the secret"))
-    caplog.set_level(logging.ERROR)
-    answer = await face.post("/broken", {})
+    caplog.set_level(logging.DEBUG)
+    started = asyncio.get_running_loop().time()
+    answer = await face.post("/broken", {}, x_api_key="tml-very-secret")
+    assert asyncio.get_running_loop().time() - started >= 0.05  # clients ask for a future again at once
+    assert "tml-very-secret" not in caplog.text
     assert (answer.status_code, answer.json()["reason"]) == (500, "internal_error")
     assert "secret" not in answer.text
     assert "the secret" in caplog.text

@@ -47,8 +47,10 @@ async def test_a_poll_is_woken_by_the_settle(face: Face):
 @pytest.mark.proves("R20", "R24")
 async def test_a_pending_future_is_a_408_with_the_queue_state(face: Face):
     model_id, rid = await step(face)
+    started = asyncio.get_running_loop().time()
     answer = await face.retrieve(rid)
     assert answer.status_code == 408
+    assert asyncio.get_running_loop().time() - started >= 0.9  # clients ask again at once
     assert answer.json() == {"type": "try_again", "request_id": rid, "queue_state": "active"}
     await face.lanes.release(model_id, "w", (await face.lanes.lane(model_id)).token)
     paused = (await face.retrieve(rid)).json()
@@ -213,7 +215,7 @@ async def test_a_store_that_is_away_holds_its_caller_for_a_second(face: Face, mo
         raise StateContention("the store is away")
 
     monkeypatch.setattr(face.lanes, "look", away)
-    monkeypatch.setattr("tinsmith.gateway.tinker.futures.AWAY_S", 0.05)
+    monkeypatch.setattr("tinsmith.gateway.tinker.futures.HOLD_S", 0.05)
     started = asyncio.get_running_loop().time()
     answer = await face.retrieve(rid)
     assert (answer.status_code, answer.json()["reason"]) == (503, "state_contention")

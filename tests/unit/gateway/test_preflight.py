@@ -6,11 +6,11 @@ import pytest
 
 from tests.fakes.face import INFO
 from tinsmith.gateway.preflight import check_compute, check_sample
-from tinsmith.protocol.errors import InputTokensExceeded, TinsmithError, ValidationFailed
+from tinsmith.protocol.errors import InputTokensExceeded, PayloadTooLarge, TinsmithError, ValidationFailed
 from tinsmith.protocol.inputs import Datum, ModelInput, TextChunk
 from tinsmith.protocol.losses import LOSSES
 from tinsmith.protocol.sampling import Sample, SamplingParams
-from tinsmith.protocol.tensors import DType, Tensor
+from tinsmith.protocol.tensors import MAX_COMMAND_ELEMENTS, MAX_ELEMENTS, Csr, DType, Tensor
 from tinsmith.protocol.training import Compute
 
 
@@ -59,6 +59,7 @@ def test_good_passes(command):
         (compute("importance_sampling", logprobs=floats(0, 0)), ValidationFailed, "needs 'advantages'"),
         (compute(weights=floats(1)), ValidationFailed, r"loss_fn_inputs\.weights: has 1 rows for 2 tokens"),
         (compute(weights=floats(1, shape=(1, 1, 1))), ValidationFailed, r"weights: has rank 3, allowed are 1, 2"),
+        (compute(target_tokens=int64s(shape=(2, 0))), ValidationFailed, r"target_tokens: shape \[2, 0\] has no columns"),
         (compute(target_tokens=floats(1, 2)), ValidationFailed, r"target_tokens: must be int64, got float32"),
     ],
 )
@@ -75,15 +76,27 @@ def test_a_config_value_is_a_finite_number(monkeypatch, value):
         check_compute(compute(config={"clip": value}), INFO)
 
 
+def test_what_sparse_tensors_unfold_to_is_bounded():
+    """Half a kilobyte a datum would be 32 MiB each in the engine."""
+    columns = MAX_ELEMENTS // 2
+    sparse = Tensor(DType.INT64, (2, columns), array("q", [1]).tobytes(), Csr(array("q", [0, 0, 1]).tobytes(), array("q", [5]).tobytes()))
+    datum = compute(target_tokens=sparse.check("target_tokens")).data[0]
+    allowed = MAX_COMMAND_ELEMENTS // MAX_ELEMENTS
+    check_compute(Compute((datum,) * allowed, "cross_entropy", {}, backward=True), INFO)
+    with pytest.raises(PayloadTooLarge, match=rf"data: the loss inputs have {(allowed + 1) * MAX_ELEMENTS} elements when dense"):
+        check_compute(Compute((datum,) * (allowed + 1), "cross_entropy", {}, backward=True), INFO)
+
+
 def sample(num_tokens: int, max_tokens: int | None) -> Sample:
     return Sample(model_input(*[1] * num_tokens), SamplingParams(seed=0, max_tokens=max_tokens), 1, None)
 
 
 @pytest.mark.proves("R45")
 @pytest.mark.parametrize(
-    ("num_tokens", "max_tokens", "fits"), [(60, 4, True), (60, 5, False), (63, None, True), (64, None, False), (0, 1, False)]
+    ("num_tokens", "max_tokens", "fits"),
+    [(60, 4, True), (60, 10**30, True), (64, 1, True), (64, None, True), (65, 1, False), (0, 1, False)],
 )
-def test_prompt_and_sample_share_the_context(num_tokens, max_tokens, fits):
+def test_a_prompt_may_fill_the_context_and_no_more(num_tokens, max_tokens, fits):
     if fits:
         check_sample(sample(num_tokens, max_tokens), INFO)
         return

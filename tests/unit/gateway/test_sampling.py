@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.fakes.face import BASE, Face
+from tests.fakes.face import BASE, WORKER, Face
 from tests.unit.gateway.test_weights import keep
 from tinsmith.protocol.sampling import MAX_STOPS
 from tinsmith.protocol.sessions import CheckpointKind
@@ -55,6 +55,7 @@ async def test_a_sampling_session_of_a_checkpoint(face: Face, base_model, kind):
         ({"base_model": None}, 400, "base_model"),
         ({"session_id": "nope"}, 404, "session"),
         ({"sampling_session_seq_id": -1}, 422, "sampling_session_seq_id"),
+        ({"sampling_session_seq_id": 2**31}, 422, "sampling_session_seq_id"),
     ],
 )
 async def test_a_bad_sampling_session_is_refused_now(face: Face, changes, status, names):
@@ -67,6 +68,23 @@ async def test_a_base_model_that_contradicts_the_checkpoint_is_refused(face: Fac
     held = await keep(face)
     body = {"session_id": await face.session(), "sampling_session_seq_id": 0, "base_model": "org/other", "model_path": held.path}
     assert (await face.post("/create_sampling_session", body)).status_code == 400
+
+
+@pytest.mark.proves("R31")
+async def test_a_sampling_session_is_created_once(face: Face):
+    held = await keep(face)
+    body = {"session_id": await face.session(), "sampling_session_seq_id": 0, "base_model": BASE}
+    assert await face.ok("/create_sampling_session", body) == await face.ok("/create_sampling_session", body)
+    other = await face.post("/create_sampling_session", body | {"model_path": held.path})
+    assert (other.status_code, other.json()["reason"]) == (400, "request_rejected")
+
+
+@pytest.mark.parametrize(("max_tokens", "tokens"), [(4, 10), (10**30, 2 + 2 * 62), (None, 2 + 2 * 62)])
+async def test_a_sample_counts_no_more_than_the_context_has_room_for(face: Face, max_tokens, tokens):
+    await face.ok("/asample", body_of(await sampler(face), sampling_params={"max_tokens": max_tokens}))
+    await face.lanes.renew(WORKER)
+    (entry,) = await face.lanes.pool_take(BASE, WORKER.id, 1, 1)
+    assert entry.tokens == tokens
 
 
 async def test_asample_queues_and_numbers_its_sequences(face: Face):
@@ -122,8 +140,7 @@ async def test_an_unseeded_sample_gets_a_seed_that_a_repeat_finds_again(face: Fa
 @pytest.mark.parametrize(
     ("changes", "names"),
     [
-        ({"sampling_params": {"max_tokens": 63}}, "context of 64"),
-        ({"prompt": prompt(*([1] * 64)), "sampling_params": {}}, "context of 64"),
+        ({"prompt": prompt(*[1] * 65)}, "context of 64"),
         ({"sampling_params": {"max_tokens": 0}}, "sampling_params.max_tokens"),
         ({"sampling_params": {"temperature": -1}}, "sampling_params.temperature"),
         ({"sampling_params": {"top_p": 0}}, "sampling_params.top_p"),
@@ -141,6 +158,8 @@ async def test_an_unseeded_sample_gets_a_seed_that_a_repeat_finds_again(face: Fa
         ({"prompt_logprobs_last_n": 1}, "prompt_logprobs_last_n"),
         ({"record_stability_info": True}, "record_stability_info"),
         ({"seq_id": None}, "seq_id"),
+        ({"seq_id": -1}, "seq_id"),
+        ({"seq_id": 2**63}, "seq_id"),
     ],
 )
 async def test_a_refused_sample_names_the_field_and_leaves_nothing(face: Face, changes, names):

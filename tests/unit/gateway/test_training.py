@@ -1,11 +1,15 @@
 """Models and training steps at the face: what is queued, what is refused, and what a refusal leaves behind."""
 
+import json
+import math
+import threading
 from array import array
 
 import pytest
 import zstandard
 
-from tests.fakes.face import BASE, Face, open_face
+from tests.fakes.face import BASE, INFO, Face, open_face
+from tinsmith.gateway.preflight import check_compute
 from tinsmith.protocol import tinker_pb2 as pb
 from tinsmith.protocol import wire
 from tinsmith.protocol.training import AdamParams, Compute, CreateModel, Kind, OptimStep
@@ -64,8 +68,10 @@ async def test_an_unseeded_model_gets_a_seed_that_a_repeat_finds_again(face: Fac
     other = await face.model(session_id, model_seq_id=1)
     ((_, another),) = await face.take(other)
     assert command.lora.seed != another.lora.seed
-    changed = await face.post("/create_model", body | {"lora_config": {"rank": 4}})
-    assert (changed.status_code, changed.json()["reason"]) == (400, "request_rejected")
+    face.services.base_models["org/other"] = INFO.model_copy(update={"name": "org/other"})
+    for change in ({"lora_config": {"rank": 4}}, {"base_model": "org/other"}):
+        changed = await face.post("/create_model", body | change)
+        assert (changed.status_code, changed.json()["reason"]) == (400, "request_rejected")
 
 
 @pytest.mark.proves("R28")
@@ -76,6 +82,7 @@ async def test_an_unseeded_model_gets_a_seed_that_a_repeat_finds_again(face: Fac
         ({"base_model": None}, 422, "base_model"),
         ({"session_id": "nope"}, 404, "session"),
         ({"model_seq_id": -1}, 422, "model_seq_id"),
+        ({"model_seq_id": 2**31}, 422, "model_seq_id"),
         ({"lora_config": {"rank": 0}}, 422, "lora_config.rank"),
         ({"lora_config": {"train_mlp": False, "train_attn": False, "train_unembed": False}}, 422, "lora_config"),
         ({"optimizer_config": {"type": "dimuon", "version": 1}}, 422, "optimizer_config.type"),
@@ -168,7 +175,10 @@ async def test_a_repeat_finds_its_promise_however_it_is_encoded(face: Face):
 async def test_a_refused_pass_is_a_failed_future_that_takes_its_turn(face: Face, message, names):
     model_id = await face.model()
     body = message(model_id).SerializeToString()
+    before = await face.lanes.lane(model_id)
     refused = await send(face, body)
+    after = await face.lanes.lane(model_id)
+    assert (after.pending, after.held_bytes) == (before.pending, before.held_bytes)
     failure = await failure_of(face, refused)
     assert failure["category"] == "user"
     assert names in failure["error"]
@@ -176,6 +186,17 @@ async def test_a_refused_pass_is_a_failed_future_that_takes_its_turn(face: Face,
     await face.ok("/optim_step", {"model_id": model_id, "seq_id": 2, "adam_params": {}})
     await face.run(model_id, 0)
     assert [entry.seq for entry, _ in await face.take(model_id, 1)] == [2]
+
+
+@pytest.mark.proves("R28")
+async def test_numbers_that_no_json_has_cost_no_turn_of_the_next_request(face: Face):
+    """Old SDKs write NaN; a body refused for it as a whole would leave a hole."""
+    model_id = await face.model()
+    step = {"model_id": model_id, "seq_id": 1, "adam_params": {"learning_rate": math.nan}}
+    body = json.dumps(step).encode()
+    assert b"NaN" in body
+    response = await face.http.post("/api/v1/optim_step", content=body, headers={"content-type": "application/json"})
+    assert "adam_params.learning_rate" in (await failure_of(face, response))["error"]
 
 
 @pytest.mark.proves("R28")
@@ -228,7 +249,7 @@ async def test_a_model_that_is_not_there_is_404_and_leaves_nothing(face: Face):
     assert (response.status_code, response.json()["reason"]) == (404, "resource_not_found")
 
 
-@pytest.mark.parametrize("seq_id", [0, -1, None, "1"])
+@pytest.mark.parametrize("seq_id", [0, -1, None, "1", True, 2**31, 10**30])
 async def test_a_turn_needs_a_number_from_1(face: Face, seq_id):
     model_id = await face.model()
     answer = await face.post("/optim_step", {"model_id": model_id, "seq_id": seq_id, "adam_params": {}})
@@ -302,10 +323,19 @@ async def test_a_stream_that_never_ends_is_cut_off(face: Face, monkeypatch):
     assert sent <= 3000
 
 
-async def test_a_large_pass_is_encoded_as_a_small_one_is(face: Face, monkeypatch):
-    monkeypatch.setattr("tinsmith.gateway.tinker.submit.INLINE_TOKENS", 1)
+@pytest.mark.parametrize(("inline_tokens", "on_loop"), [(1, False), (2, True)])
+async def test_a_large_pass_is_treated_as_a_small_one_off_the_loop(face: Face, monkeypatch, inline_tokens, on_loop):
+    threads = []
+
+    def checked(*args: object) -> None:
+        threads.append(threading.current_thread() is threading.main_thread())
+        check_compute(*args)
+
+    monkeypatch.setattr("tinsmith.gateway.tinker.training.check_compute", checked)
+    monkeypatch.setattr("tinsmith.gateway.tinker.submit.INLINE_TOKENS", inline_tokens)
     model_id = await face.model()
     assert (await send(face, request(model_id, 1).SerializeToString())).status_code == 200
+    assert threads == [on_loop]
     await face.run(model_id, 0)
     ((entry, command),) = await face.take(model_id, 1)
     assert entry.digest == wire.digest(command)

@@ -1,10 +1,13 @@
 """The end of sessions, by their client or by the janitor."""
 
+from dataclasses import replace
+
 import pytest
 
+from tests.contract.scenes import sample
 from tests.fakes.face import Face, open_face
 from tinsmith.lifecycle.sessions import SessionSweep, end_session
-from tinsmith.protocol.errors import StateContention
+from tinsmith.protocol.errors import NotFound, ReasonCode, SessionEnded, StateContention
 from tinsmith.state.store import Store
 
 TIMEOUT_MS = 300_000
@@ -58,6 +61,19 @@ async def test_time_without_the_store_is_no_silence():
         assert await expired(sweep) == (session_id,)
 
 
+async def test_a_sweep_goes_on_in_a_store_that_came_back_empty():
+    async with open_face() as face:
+        store = Flaky(face.store)
+        sweep = sweep_of(face, store)
+        store.is_away = True
+        with pytest.raises(StateContention):
+            await sweep.run()
+        store.is_away = False
+        store.must_be_opened = True
+        assert await expired(sweep) == ()
+        assert not store.must_be_opened
+
+
 @pytest.mark.proves("R60")
 async def test_one_process_sweeps_at_a_time():
     async with open_face() as face:
@@ -83,6 +99,25 @@ async def test_an_end_that_was_cut_short_is_finished():
         assert info is None or not info.is_open
 
 
+@pytest.mark.proves("R67")
+async def test_the_end_of_a_session_fails_its_samples():
+    async with open_face() as face:
+        session_id = await face.session()
+        catalog, lanes = face.services.catalog, face.lanes
+        waiting = replace(sample("s:1"), session=session_id)
+        await lanes.pool_submit(waiting)
+        await end_session(catalog, lanes, "local", session_id, reason="success", now_ms=1)
+        record = await lanes.look("local", waiting.rid)
+        assert record is not None
+        assert record.failure is not None
+        assert (record.failure.reason, "(success)" in record.failure.message) == (ReasonCode.SESSION_ENDED, True)
+        with pytest.raises(SessionEnded):
+            await lanes.pool_submit(replace(sample("s:2"), session=session_id))
+        with pytest.raises(NotFound):
+            await end_session(catalog, lanes, "local", "ghost", reason="success", now_ms=1)
+        await lanes.pool_submit(replace(sample("s:3"), session="ghost"))  # nothing was written of it
+
+
 async def test_a_beat_after_the_end_is_swept():
     async with open_face() as face:
         await face.services.catalog.beat("local", "ghost", face.clock[0])
@@ -104,13 +139,15 @@ async def test_ending_twice_keeps_the_first_reason():
 
 
 class Flaky:
-    """A store that can be away."""
+    """A store that can be away, or want to be opened anew as one does that was emptied."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self.is_away = False
+        self.must_be_opened = False
 
     def __getattr__(self, name: str) -> object:
-        if self.is_away:
+        self.must_be_opened = self.must_be_opened and name != "open"
+        if self.is_away or self.must_be_opened:
             raise StateContention("the store is away")
         return getattr(self._store, name)

@@ -50,6 +50,15 @@ def test_the_name_of_the_input_tells_the_direction():
         decode({"model_id": "m"})
 
 
+def test_numbers_that_are_not_finite_reach_the_engine_in_tensors_alone():
+    tensor = {"data": [1, 2, float("nan")], "dtype": "float32"}
+    datum = {"model_input": {"chunks": [{"tokens": [1, 2, 3]}]}, "loss_fn_inputs": {"weights": tensor}}
+    held = decode({"forward_input": request(data=[datum])}).data[0].loss_fn_inputs["weights"]
+    assert held.data == array("f", [1, 2, float("nan")]).tobytes()
+    with pytest.raises(ValidationFailed, match="loss_fn_config"):
+        decode({"forward_input": request(loss_fn_config={"k": float("inf")})})
+
+
 def test_sparse_tensors():
     tensor = {"data": [7], "dtype": "int64", "shape": [2, 3], "sparse_crow_indices": [0, 0, 1], "sparse_col_indices": [2]}
     datum = {"model_input": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}, "loss_fn_inputs": {"target_tokens": tensor}}
@@ -91,7 +100,7 @@ def test_a_command_over_the_bound_is_refused(monkeypatch):
 
 
 def test_text_that_is_no_json_is_refused():
-    for body in (b"", b"{", b"[NaN]", b'{"a": 1,}'):
+    for body in (b"", b"{", b"[nan]", b'{"a": 1,}', b'"\\ud800"', b"1" * 5000):
         with pytest.raises(InvalidRequest, match="no valid JSON"):
             parse(body)
 
@@ -100,6 +109,8 @@ def test_the_head_is_read_whatever_else_is_wrong():
     assert json_head({"model_id": "m", "seq_id": 4, "data": object()}) == Head("m", 4)
     assert json_head({"model_id": 5, "seq_id": "4"}) == Head(None, None)
     assert json_head({"seq_id": True}) == Head(None, None)
+    assert json_head({"seq_id": 2**31}) == Head(None, None)
+    assert json_head(parse(b'{"model_id": "m", "seq_id": 1, "x": [NaN, -Infinity]}')) == Head("m", 1)
     assert json_head([1]) == Head(None, None)
 
 

@@ -269,6 +269,20 @@ async def test_after_an_outage_lanes_of_others_are_spared_for_one_lease(tmp_path
     await world.close()
 
 
+async def test_an_outage_that_only_the_heartbeat_met_spares_the_lanes_of_others(tmp_path: Path) -> None:
+    world = World(tmp_path, limits=LaneLimits(lease_ms=500))
+    first = await world.start(world.build("a"))
+    await world.all_settled(await world.submit_all(STEPS))
+    first.kill()
+    await world.bury(first)
+    second = await world.start(world.build("b"))
+    second.executor.spare()
+    began = asyncio.get_running_loop().time()
+    await world.settled(await world.submit(len(STEPS), optim()))
+    assert asyncio.get_running_loop().time() - began >= 0.5
+    await world.close()
+
+
 async def test_a_lapsed_lease_is_renewed_and_the_lane_goes_on(world: World) -> None:
     stop = Stop("forward_backward")
     replica = await world.start(world.build("a", before=stop))
@@ -279,6 +293,35 @@ async def test_a_lapsed_lease_is_renewed_and_the_lane_goes_on(world: World) -> N
     records = await world.all_settled(rids)
     assert {record.state for record in records} == {State.COMPLETED}
     assert [seq for _, seq in replica.engine.ran] == [1, 2, 3, 4]
+
+
+@pytest.mark.proves("I5")
+async def test_work_that_came_while_the_lease_had_lapsed_is_run(world: World) -> None:
+    """The store offers it to everybody then, and rings no bell; a lane that is offered may be one's own."""
+    replica = await world.start(world.build("a"))
+    await world.all_settled(await world.submit_all(STEPS))
+    await until(lambda: resident(replica).is_idle)
+    await world.bury(replica)
+    record = await world.settled(await world.submit(len(STEPS), optim()))
+    assert record.state is State.COMPLETED
+    assert replica.engine.ran[-1] == (lane_of(), len(STEPS))
+
+
+async def test_a_lane_that_was_lost_unnoticed_can_be_had_again(world: World, tmp_path: Path) -> None:
+    """Taken over while this replica slept, by one that has died since."""
+    replica = await world.start(world.build("a"))
+    await world.all_settled(await world.submit_all(STEPS[:4]))
+    await until(lambda: resident(replica).is_idle)
+    await world.bury(replica)
+    heir = Replica("b", "tiny", "there", 2, "")
+    await world.lanes.renew(heir)
+    assert await world.lanes.acquire(lane_of(), heir.id) is not None
+    await world.lanes.bury(heir.id)
+    rids = await world.submit_all(STEPS[4:], first=4)
+    await until(lambda: not replica.executor.lanes)
+    replica.executor.offer(await world.lanes.renew(replica.replica))  # the next beat
+    await world.all_settled(rids)
+    assert state_of(replica) == await undisturbed(tmp_path, STEPS)
 
 
 async def test_a_stop_without_the_store_ends(world: World) -> None:

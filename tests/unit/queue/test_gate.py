@@ -191,7 +191,8 @@ async def test_a_turn_that_comes_with_a_cancellation_is_passed_on(build: Callabl
 
 
 @pytest.mark.proves("R8")
-async def test_a_timeout_pings_beside_the_hung_call(gate: Gate, engine: Engine) -> None:
+async def test_a_timeout_pings_beside_the_hung_call(build: Callable[..., Gate], engine: Engine) -> None:
+    gate = build(bound_s=0.5)  # one bound after its time-out the call counts as hung for good
     with pytest.raises(ExecutionTimeout):
         await gate(engine.block)
     await until(lambda: engine.pings == 1)

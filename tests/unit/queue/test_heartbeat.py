@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.fakes.cut_off import CutOff
+from tinsmith.protocol.errors import StateContention
 from tinsmith.queue.heartbeat import Heartbeat, this_process
 from tinsmith.state.lanes import LaneLimits, Lanes, Replica
 from tinsmith.state.memory_lanes import MemoryLanes
 from tinsmith.state.memory_store import MemoryStore
+from tinsmith.state.store import StoreInfo
 
 LEASE_S = 0.15
 
@@ -24,10 +26,14 @@ class Told:
     def __init__(self) -> None:
         self.lanes: list[str] = []
         self.heard = threading.Event()
+        self.num_cut_off = 0
 
     def __call__(self, lanes: list[str]) -> None:
         self.lanes = lanes
         self.heard.set()
+
+    def cut_off(self) -> None:
+        self.num_cut_off += 1
 
 
 class Unowned(CutOff):
@@ -50,6 +56,44 @@ class Unowned(CutOff):
         self.bury_called.set()
 
 
+class GuardedStore(MemoryStore):
+    """A store that its user must open anew once it was emptied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_known = True
+        self.was_closed = False
+
+    async def open(self) -> StoreInfo:
+        self.is_known = True
+        return await super().open()
+
+    async def close(self) -> None:
+        self.was_closed = True
+
+
+class Guarded:
+    """A connection to lanes that refuse whoever remembers a store that was emptied."""
+
+    def __init__(self, lanes: Lanes) -> None:
+        self.store = GuardedStore()
+        self.lanes = lanes
+
+
+class Emptied(Unowned):
+    """Renewals are refused until the store was opened anew."""
+
+    def __init__(self, lanes: Lanes) -> None:
+        super().__init__(lanes)
+        self.connection = Guarded(self)
+        self.connection.store.is_known = False
+
+    async def renew(self, replica: Replica) -> list[str]:
+        if not self.connection.store.is_known:
+            raise StateContention("the store was emptied")
+        return await super().renew(replica)
+
+
 @pytest.fixture
 def lanes() -> Unowned:
     return Unowned(MemoryLanes(MemoryStore(), LaneLimits(lease_ms=round(LEASE_S * 1000))))
@@ -64,11 +108,10 @@ def told() -> Told:
 def start(lanes: Unowned, told: Told) -> Iterator[Callable[[], Heartbeat]]:
     started: list[Heartbeat] = []
 
-    async def connect() -> Lanes:
-        return lanes
-
     def start() -> Heartbeat:
-        started.append(Heartbeat(connect, this_process("me", "tiny", "here"), lease_s=LEASE_S, found=told))
+        started.append(
+            Heartbeat(lambda: Guarded(lanes), this_process("me", "tiny", "here"), lease_s=LEASE_S, found=told, cut_off=told.cut_off)
+        )
         started[-1].start()
         return started[-1]
 
@@ -95,7 +138,9 @@ async def test_a_loop_that_is_busy_for_longer_than_a_lease_loses_none(start: Cal
     assert [replica.id for replica in await lanes.replicas("tiny")] == ["me"]
 
 
-async def test_it_goes_on_when_the_store_comes_back(start: Callable[[], Heartbeat], lanes: Unowned) -> None:
+async def test_it_tells_of_an_outage_and_goes_on_when_the_store_comes_back(
+    start: Callable[[], Heartbeat], lanes: Unowned, told: Told
+) -> None:
     lanes.is_away = True
     heartbeat = start()
     deadline = time.monotonic() + 5
@@ -103,8 +148,18 @@ async def test_it_goes_on_when_the_store_comes_back(start: Callable[[], Heartbea
         time.sleep(0.005)  # noqa: ASYNC251 - the heartbeat runs in a thread
     assert heartbeat.healthy
     assert not lanes.renewed.is_set()
+    assert told.num_cut_off > 0
     lanes.is_away = False
     assert lanes.renewed.wait(5)
+
+
+def test_it_goes_on_in_a_store_that_came_back_empty_and_closes_it_at_the_end(told: Told) -> None:
+    lanes = Emptied(MemoryLanes(MemoryStore(), LaneLimits()))
+    heartbeat = Heartbeat(lambda: lanes.connection, this_process("me", "tiny", "here"), lease_s=LEASE_S, found=told, cut_off=told.cut_off)
+    heartbeat.start()
+    assert lanes.renewed.wait(5)
+    heartbeat.stop()
+    assert lanes.connection.store.was_closed
 
 
 def gone_process(*, reap: bool) -> "subprocess.Popen[bytes]":
@@ -138,8 +193,5 @@ async def test_it_buries_peers_of_its_node_whose_process_is_gone(start: Callable
 
 
 async def test_one_that_was_not_started_is_not_healthy(lanes: Unowned, told: Told) -> None:
-    async def connect() -> Lanes:
-        return lanes
-
-    heartbeat = Heartbeat(connect, this_process("me", "tiny", "here"), lease_s=LEASE_S, found=told)
+    heartbeat = Heartbeat(lambda: Guarded(lanes), this_process("me", "tiny", "here"), lease_s=LEASE_S, found=told, cut_off=told.cut_off)
     assert not heartbeat.healthy

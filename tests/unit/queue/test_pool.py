@@ -19,8 +19,8 @@ from tinsmith.state.lanes import LeaseExpired, PoolEntry
 DONE = Outcome(result=b"answer")
 
 
-def entry(rid: str, token: int = 1) -> PoolEntry:
-    return PoolEntry(rid=rid, tenant="local", digest=f"d-{rid}", size=3, tokens=5, token=token, attempts=0)
+def entry(rid: str, token: int = 1, attempts: int = 0) -> PoolEntry:
+    return PoolEntry(rid=rid, tenant="local", digest=f"d-{rid}", size=3, tokens=5, token=token, attempts=attempts)
 
 
 def decode(body: bytes) -> Sample:
@@ -53,7 +53,10 @@ class ScriptedLanes:
         self.takes += 1
         self.largest_take = max(self.largest_take, max_entries)
         self._fail("take")
-        return [self.queue.popleft() for _ in range(min(max_entries, len(self.queue)))]
+        taken: list[PoolEntry] = []
+        while self.queue and len(taken) < max_entries and not (taken and max(self.queue[0].attempts, taken[-1].attempts)):
+            taken.append(self.queue.popleft())
+        return taken
 
     async def bodies(self, commands: Sequence[tuple[str, str]]) -> list[bytes | None]:
         self._fail("bodies")
@@ -193,6 +196,20 @@ async def test_new_requests_join_while_others_run(lanes: ScriptedLanes, backend:
         backend.finish("quick")
         assert await lanes.until_settled(1) == {"quick": DONE}
         assert list(backend.live) == ["slow"]
+
+
+@pytest.mark.proves("I10")
+async def test_one_that_has_cost_a_worker_runs_alone(lanes: ScriptedLanes, backend: ScriptedBackend) -> None:
+    backend.finishes_all = False
+    lanes.queue.extend([entry("fresh"), entry("suspect", attempts=1), entry("other suspect", attempts=1), entry("late")])
+    ran_together: list[list[str]] = []
+    async with running(lanes, backend):
+        for rid in ("fresh", "suspect", "other suspect", "late"):
+            await asyncio.sleep(0.02)
+            ran_together.append(list(backend.live))
+            backend.finish(rid)
+            await lanes.until_settled(len(ran_together))
+    assert ran_together == [["fresh"], ["suspect"], ["other suspect"], ["late"]]
 
 
 async def test_refused_undecodable_and_lost_commands_fail_alone(

@@ -57,6 +57,23 @@ class FlakyTopics:
             raise StateContention("the store is away")
 
 
+class TrimmedTopics(FlakyTopics):
+    """The first wait tells of events up to the hundredth, of which some were trimmed; the next one has nothing to tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_answer = asyncio.Event()
+        self.was_asked_again = asyncio.Event()
+
+    async def wait(self, cursors: Mapping[str, int], timeout_s: float) -> Wake:
+        self.cursors_asked.append(dict(cursors))
+        if len(self.cursors_asked) > 1:
+            self.was_asked_again.set()
+            await asyncio.Event().wait()
+        await self.may_answer.wait()
+        return Wake({SETTLED: ["a"]}, {SETTLED: 100}, frozenset({SETTLED}))
+
+
 class BrokenTopics(FlakyTopics):
     async def wait(self, cursors: Mapping[str, int], timeout_s: float) -> Wake:
         raise ZeroDivisionError("a defect")
@@ -255,6 +272,18 @@ async def test_a_new_epoch_after_a_break_wakes_everybody(topics: FlakyTopics) ->
         await store.flush_all()
         topics.mend()
         assert await waiter.wait(SOON_S)
+    await reader.stop()
+
+
+async def test_cursors_of_a_store_as_it_was_are_not_carried_into_the_new_one() -> None:
+    """Emptied between a read that was behind the topic's end and the look at the epoch that follows it."""
+    topics, store = TrimmedTopics(), MemoryStore()
+    reader = EventReader(topics, [SETTLED], store=store, block_s=0.2)
+    await reader.start()
+    await store.flush_all()
+    topics.may_answer.set()
+    await topics.was_asked_again.wait()
+    assert topics.cursors_asked[1:] == [{SETTLED: 0}]
     await reader.stop()
 
 

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 from tinsmith.gateway import bodies
 from tinsmith.gateway.auth import JSON, PROTOBUF
 from tinsmith.gateway.deps import Services, ServicesDep, TenantDep, unknown_request
-from tinsmith.gateway.errors import error_response
+from tinsmith.gateway.errors import HOLD_S, error_response
 from tinsmith.gateway.tinker.training import unloaded_model
 from tinsmith.protocol import wire
 from tinsmith.protocol.errors import Category, SessionEnded, StateContention
@@ -23,7 +23,6 @@ from tinsmith.protocol.wire_bounds import MIB
 from tinsmith.protocol.wire_json import Body
 from tinsmith.state.lanes import SETTLED
 
-AWAY_S = 1.0  # how long a caller is held while the store is away: clients ask again at once after a 5xx
 METADATA_BYTES = MIB  # of a result, over which its size is told first, so that the client can reserve room
 
 _PROTOBUF_KINDS = frozenset({Kind.FORWARD, Kind.FORWARD_BACKWARD, Kind.SAMPLE})
@@ -48,7 +47,7 @@ async def retrieve_future(request: Request, services: ServicesDep, tenant: Tenan
     try:
         return await _retrieve(services, tenant, body, accept)
     except StateContention as error:
-        await asyncio.sleep(AWAY_S)
+        await asyncio.sleep(HOLD_S)
         return error_response(error)
 
 
@@ -82,11 +81,11 @@ async def _retrieve(services: Services, tenant: str, body: RetrieveBody, accept:
 
 
 async def _settled(services: Services, tenant: str, rid: RequestId) -> FutureRecord | None:
-    """The record, as soon as it is terminal or the window ends."""
-    with services.events.register(SETTLED, rid.text) as waiter:
+    """The record, as soon as it is terminal, the window ends or this gateway does."""
+    with services.events.register(SETTLED, rid.text) as waiter, services.polls.hold(waiter):
         record = await services.lanes.look(tenant, rid.text)
         deadline = asyncio.get_running_loop().time() + services.config.execution.long_poll_s
-        while record is not None and not record.state.is_terminal:
+        while record is not None and not record.state.is_terminal and not services.polls.are_ending:
             if not await waiter.wait(deadline - asyncio.get_running_loop().time()):
                 return record
             record = await services.lanes.look(tenant, rid.text)

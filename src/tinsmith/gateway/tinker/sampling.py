@@ -10,11 +10,12 @@ from tinsmith.gateway.deps import Services, ServicesDep, TenantDep
 from tinsmith.gateway.preflight import check_sample
 from tinsmith.gateway.tinker.submit import derived_seed, submit_sample
 from tinsmith.protocol import ids, wire_json
-from tinsmith.protocol.errors import InvalidRequest, ValidationFailed
+from tinsmith.protocol.errors import InvalidRequest, RequestRejected, ValidationFailed
 from tinsmith.protocol.ids import Work
 from tinsmith.protocol.sampling import MAX_NUM_SAMPLES, MAX_STOPS, MAX_TOP_K, Sample, SamplingParams
 from tinsmith.protocol.sessions import CheckpointRecord, SamplerRecord
-from tinsmith.protocol.wire_json import Body, ModelInputBody
+from tinsmith.protocol.wire_bounds import MAX_SAMPLE_SEQ
+from tinsmith.protocol.wire_json import Body, Count, ModelInputBody
 
 MAX_STOP_CHARACTERS = 256  # of one stop string
 
@@ -23,7 +24,7 @@ router = APIRouter()
 
 class SamplingSessionBody(Body):
     session_id: str
-    sampling_session_seq_id: int
+    sampling_session_seq_id: Count
     base_model: str | None = None
     model_path: str | None = None
 
@@ -53,7 +54,7 @@ class ParamsBody(Body):
 
 class SampleBody(Body):
     sampling_session_id: str
-    seq_id: int
+    seq_id: int = Field(ge=0, le=MAX_SAMPLE_SEQ)
     prompt: ModelInputBody
     sampling_params: ParamsBody = ParamsBody()
     num_samples: int = Field(default=1, ge=1, le=MAX_NUM_SAMPLES)
@@ -94,8 +95,6 @@ class SampleBody(Body):
 async def create_sampling_session(request: Request, services: ServicesDep, tenant: TenantDep) -> dict[str, object]:
     """Cheap: the checkpoint is looked up, a sampler loads it with the first sample. Idempotent by the number in the session."""
     body = await bodies.read(request, SamplingSessionBody)
-    if body.sampling_session_seq_id < 0:
-        raise ValidationFailed(f"sampling_session_seq_id: {body.sampling_session_seq_id} is negative; count from 0")
     await services.catalog.live_session(tenant, body.session_id)
     checkpoint = await _checkpoint(services, tenant, body)
     base_model = checkpoint.base_model if checkpoint is not None else body.base_model
@@ -111,6 +110,9 @@ async def create_sampling_session(request: Request, services: ServicesDep, tenan
         created_ms=await services.store.now_ms(),
     )
     await services.catalog.add_sampler(record)
+    held = await services.catalog.sampler(tenant, record.sampler_id)
+    if (held.base_model, held.model_path) != (record.base_model, record.model_path):
+        raise RequestRejected(f"sampling_session_seq_id: {body.sampling_session_seq_id} was used for another sampler; count on")
     return {"sampling_session_id": record.sampler_id, "type": "create_sampling_session"}
 
 
@@ -128,8 +130,9 @@ async def asample(request: Request, services: ServicesDep, tenant: TenantDep) ->
     await services.catalog.live_session(tenant, sampler.session_id)
     rid = await services.request_id(Work.SAMPLING, tenant, sampler.sampler_id, body.seq_id)
     sample = body.decode(rid, sampler.artifact)
-    check_sample(sample, services.base_model(sampler.base_model))
-    await submit_sample(services, sampler, body.seq_id, rid, sample)
+    base = services.base_model(sampler.base_model)
+    check_sample(sample, base)
+    await submit_sample(services, sampler, body.seq_id, rid, sample, room=base.max_context - len(sample.prompt))
     return {"request_id": rid, "sample_sequence_ids": [f"{rid}-{index}" for index in range(sample.num_samples)]}
 
 

@@ -9,24 +9,26 @@ import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from tinsmith.gateway.deps import Services
 from tinsmith.gateway.errors import is_resent
 from tinsmith.protocol import ids, wire
-from tinsmith.protocol.errors import QuotaExceeded, TinsmithError, ValidationFailed
+from tinsmith.protocol.errors import QuotaExceeded, RequestRejected, TinsmithError, ValidationFailed
 from tinsmith.protocol.futures import Failure, Write
 from tinsmith.protocol.ids import Work
 from tinsmith.protocol.sampling import Sample
 from tinsmith.protocol.sessions import ModelRecord, SamplerRecord
 from tinsmith.protocol.training import Compute, CreateModel, Kind, LoadWeights, TrainingCommand
-from tinsmith.protocol.wire_bounds import Head
+from tinsmith.protocol.wire_bounds import MAX_SEQ, Head
 from tinsmith.state.catalog import model_write
-from tinsmith.state.lanes import PoolSubmission, Submission
+from tinsmith.state.lanes import PoolSubmission, Submission, Submitted
 
 MAX_SEED = 2**31 - 1
 BARRIER_TOKENS = 1  # what a command without data counts in the fair queue
-INLINE_TOKENS = 16_384  # encoding more than this leaves the event loop
+INLINE_TOKENS = 16_384  # checking or encoding more than this leaves the event loop
 
+T = TypeVar("T")
 Build = Callable[[ModelRecord], Awaitable[TrainingCommand]]
 
 
@@ -59,9 +61,7 @@ async def submit_turn(services: Services, tenant: str, head: Head, kind: Kind, b
 
 async def new_model_id(services: Services, tenant: str, session_id: str, model_seq_id: int) -> tuple[str, str]:
     """Model id and request id of a model that the session may create now, or has created. Raises NotFound, SessionEnded,
-    ValidationFailed, QuotaExceeded."""
-    if model_seq_id < 0:
-        raise ValidationFailed(f"model_seq_id: {model_seq_id} is negative; count from 0")
+    QuotaExceeded."""
     await services.catalog.live_session(tenant, session_id)
     model_id = ids.model_id(session_id, model_seq_id)
     models = {model.model_id: model for model in await services.catalog.models(tenant)}
@@ -73,15 +73,20 @@ async def new_model_id(services: Services, tenant: str, session_id: str, model_s
 
 
 async def submit_creation(services: Services, rid: str, model: ModelRecord, command: CreateModel | LoadWeights) -> dict[str, object]:
-    """Queue entry 0 of the model's own lane; the model is in the catalog from then on."""
-    await _queue(services, Turn(model, 0, rid), command, writes=(model_write(model),))
+    """Queue entry 0 of the model's own lane; the model is in the catalog from then on.
+
+    Raises RequestRejected for a number that was used for something else, another base model included, which no command names.
+    """
+    submitted = await _queue(services, Turn(model, 0, rid), command, writes=(model_write(model),))
+    if not submitted.fresh and (await services.catalog.model(model.tenant, model.model_id)).base_model != model.base_model:
+        raise RequestRejected(f"model_seq_id: {model.model_id} was created on another base model; count on")
     return {"request_id": rid, "model_id": model.model_id}
 
 
-async def submit_sample(services: Services, sampler: SamplerRecord, seq_id: int, rid: str, sample: Sample) -> None:
-    """Queue a sample in the pool of its base model."""
+async def submit_sample(services: Services, sampler: SamplerRecord, seq_id: int, rid: str, sample: Sample, *, room: int) -> None:
+    """Queue a sample in the pool of its base model. `room`: tokens that the context has left for each of its sequences."""
     body = wire.encode_command(sample)
-    max_tokens = 0 if sample.params.max_tokens is None else sample.params.max_tokens
+    max_tokens = room if sample.params.max_tokens is None else min(sample.params.max_tokens, room)
     submission = PoolSubmission(
         tenant=sampler.tenant,
         session=sampler.session_id,
@@ -95,6 +100,11 @@ async def submit_sample(services: Services, sampler: SamplerRecord, seq_id: int,
     await services.lanes.pool_submit(submission)
 
 
+async def off_loop(tokens: int, work: Callable[[], T]) -> T:
+    """Do work on that many tokens, in a thread where it would hold the loop."""
+    return await asyncio.to_thread(work) if tokens > INLINE_TOKENS else work()
+
+
 def derived_seed(rid: str) -> int:
     """The seed of a request that brought none: a function of its id, so a repeat of the submit is the same command."""
     return int.from_bytes(hashlib.sha256(rid.encode()).digest()[:4], "big") & MAX_SEED
@@ -103,7 +113,7 @@ def derived_seed(rid: str) -> int:
 async def _turn(services: Services, tenant: str, head: Head) -> Turn:
     if head.model_id is None or head.seq_id is None:
         missing = "model_id" if head.model_id is None else "seq_id"
-        raise ValidationFailed(f"{missing}: missing or of the wrong type; send the model's id and a seq_id from 1")
+        raise ValidationFailed(f"{missing}: missing or of the wrong type; send the model's id and a seq_id from 1 to {MAX_SEQ}")
     model = await services.catalog.model(tenant, head.model_id)
     if head.seq_id < 1:
         raise ValidationFailed(f"seq_id: {head.seq_id} is below 1; count a model's requests from 1")
@@ -111,13 +121,10 @@ async def _turn(services: Services, tenant: str, head: Head) -> Turn:
     return Turn(model, head.seq_id, rid)
 
 
-async def _queue(services: Services, turn: Turn, command: TrainingCommand, writes: tuple[Write, ...] = ()) -> None:
+async def _queue(services: Services, turn: Turn, command: TrainingCommand, writes: tuple[Write, ...] = ()) -> Submitted:
     tokens = command.num_tokens if isinstance(command, Compute) else BARRIER_TOKENS
-    if tokens > INLINE_TOKENS:
-        body, digest = await asyncio.to_thread(_encoded, command)
-    else:
-        body, digest = _encoded(command)
-    await services.lanes.submit(_submission(turn, command.kind, digest, body, tokens, writes))
+    body, digest = await off_loop(tokens, lambda: _encoded(command))
+    return await services.lanes.submit(_submission(turn, command.kind, digest, body, tokens, writes))
 
 
 async def _refuse(services: Services, turn: Turn, kind: Kind, refusal: TinsmithError) -> None:

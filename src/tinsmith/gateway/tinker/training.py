@@ -11,7 +11,7 @@ from tinsmith.gateway.bodies import Received
 from tinsmith.gateway.deps import Services, ServicesDep, TenantDep
 from tinsmith.gateway.metadata import checked_metadata
 from tinsmith.gateway.preflight import check_compute
-from tinsmith.gateway.tinker.submit import derived_seed, new_model_id, submit_creation, submit_turn
+from tinsmith.gateway.tinker.submit import derived_seed, new_model_id, off_loop, submit_creation, submit_turn
 from tinsmith.lifecycle.sessions import close_model
 from tinsmith.protocol import wire, wire_json
 from tinsmith.protocol.errors import Category, EndpointUnavailable, InvalidRequest, ReasonCode, TinsmithError, ValidationFailed
@@ -20,7 +20,7 @@ from tinsmith.protocol.ids import Work
 from tinsmith.protocol.sessions import ModelRecord
 from tinsmith.protocol.training import AdamParams, Compute, CreateModel, Kind, LoraConfig, OptimStep
 from tinsmith.protocol.wire_bounds import Head, read_head
-from tinsmith.protocol.wire_json import Body, ForwardBackwardBody
+from tinsmith.protocol.wire_json import Body, Count, ForwardBackwardBody
 
 UNLOAD = "unload"  # in the place of a seq in the request id of an unload
 
@@ -60,7 +60,7 @@ class LoraBody(Body):
 
 class CreateModelBody(Body):
     session_id: str
-    model_seq_id: int
+    model_seq_id: Count
     base_model: str
     lora_config: LoraBody = LoraBody()
     optimizer_config: OptimizerBody = OptimizerBody()
@@ -139,8 +139,9 @@ async def forward_backward(request: Request, services: ServicesDep, tenant: Tena
     async def build(model: ModelRecord) -> Compute:
         if isinstance(decoded, TinsmithError):
             raise decoded
-        check_compute(decoded, services.base_model(model.base_model))
-        return decoded
+        command, base = decoded, services.base_model(model.base_model)
+        await off_loop(command.num_tokens, lambda: check_compute(command, base))
+        return command
 
     if isinstance(decoded, TinsmithError) and (head.model_id is None or head.seq_id is None):
         raise decoded

@@ -13,7 +13,7 @@ from tinsmith.protocol import ids, wire_json
 from tinsmith.protocol.errors import EndpointUnavailable, ValidationFailed
 from tinsmith.protocol.sessions import CheckpointKind, CheckpointRecord, ModelRecord
 from tinsmith.protocol.training import Kind, LoadWeights, LoraConfig, SaveWeights, SaveWeightsForSampler
-from tinsmith.protocol.wire_json import Body
+from tinsmith.protocol.wire_json import Body, Count
 
 MIN_TTL_S = 3600
 MAX_TTL_S = 10 * 365 * 24 * 3600
@@ -45,7 +45,7 @@ class SaveBody(Body):
 
 
 class SaveForSamplerBody(SaveBody):
-    sampling_session_seq_id: int | None = None
+    sampling_session_seq_id: Count | None = None
     kind: str = "snapshot"
 
     def decode_for(self, session_id: str) -> SaveWeightsForSampler:
@@ -56,8 +56,6 @@ class SaveForSamplerBody(SaveBody):
             raise ValidationFailed("path, sampling_session_seq_id: send a name for the checkpoint, or the number of a sampling session")
         sampler_id = None
         if self.sampling_session_seq_id is not None:
-            if self.sampling_session_seq_id < 0:
-                raise ValidationFailed(f"sampling_session_seq_id: {self.sampling_session_seq_id} is negative; count from 0")
             sampler_id = ids.sampling_session_id(session_id, self.sampling_session_seq_id)
         return SaveWeightsForSampler(
             name=None if self.path is None else ids.check_name(self.path, "path"),
@@ -82,7 +80,7 @@ class LoadBody(Body):
 
 class NewModelBody(LoadBody):
     session_id: str
-    model_seq_id: int
+    model_seq_id: Count
 
 
 class WeightsInfoBody(Body):

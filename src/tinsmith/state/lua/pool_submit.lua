@@ -1,6 +1,6 @@
 -- Append a sample to the pool lane of its tenant, once; the body lies ready as in submit.
 -- ARGV: base, tenant, session, lane, key, kind, rid, digest, size, tokens, max_pending, max_tenant_bytes.
--- Answers {"ok", state, fresh} or {"digest" | "pending" | "bytes" | "body"}.
+-- Answers {"ok", state, fresh} or {"digest" | "ended" | "pending" | "bytes" | "body"}.
 local base, tenant, session, lane, natural_key, kind = arg(), arg(), arg(), arg(), arg(), arg()
 local rid, digest, size, tokens, max_pending, max_tenant_bytes = arg(), arg(), num(), num(), num(), num()
 local body = 'body:' .. rid .. ':' .. digest
@@ -13,6 +13,10 @@ if record[1] then
   end
   if is_terminal(record[2]) then call('DEL', body) end
   return {'ok', record[2], 0}
+end
+if call('EXISTS', ended_key(tenant, session)) == 1 then
+  call('DEL', body)
+  return {'ended'}
 end
 if call('LLEN', queue) >= max_pending then
   call('DEL', body)

@@ -13,7 +13,7 @@
 --   settled, fetched    zset rid -> ms, for retention
 --   bytes               hash tenant -> bytes of bodies and results
 --   topics              hash topic -> number of its last event;    topic:{topic}    stream of ids "<number>-<epoch>"
---   bases               set of base models
+--   bases               set of base models         ended:{tenant}:{session}    exists = its samples are refused
 --   pool:ring:{base}    zset tenant -> tokens served, of tenants with waiting samples;
 --                       pool:tags:{base} hash of the same for the others; pool:clock:{base}; pool:queue:{tenant}:{base} list of rids;
 --                       pool:takers:{base} set of replicas; pool:held:{replica}|{base} set of rids; pool:last:{replica}|{base} last answer
@@ -214,6 +214,8 @@ end
 -- Pools ----------------------------------------------------------------------------------------------------------------------------
 
 local function queue_key(tenant, base) return 'pool:queue:' .. tenant .. ':' .. base end
+
+local function ended_key(tenant, session) return 'ended:' .. tenant .. ':' .. session end
 
 -- A tenant whose queue is not empty any more takes its turn no earlier than those that were waiting.
 local function join_ring(tenant, base)
