@@ -3,9 +3,11 @@
 from pathlib import Path
 
 from tinsmith.config import cache_dir
-from tinsmith.engines.models import SMOLLM2_NAME, SMOLLM2_SOURCE, describe, resolve, write_tiny_model
+from tinsmith.engines.conversion import write_tiny_model
+from tinsmith.engines.models import SMOLLM2_SOURCE, describe, resolve
 from tinsmith.protocol.sessions import BaseModelInfo
 
+SMOLLM2_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 TINY_NAME = "tinsmith/tiny-llama"
 
 

@@ -1,14 +1,41 @@
-"""A real Redis server for tests, in a directory of its own that goes with it."""
+"""A real Redis server for tests, in a directory of its own that goes with it, and handles onto what it holds."""
 
 import os
 import shutil
 import signal
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from tinsmith.state.lanes import LaneLimits
+from tinsmith.state.redis_lanes import RedisLanes
 from tinsmith.state.redis_process import RedisProcess
+from tinsmith.state.redis_store import RedisStore
+from tinsmith.state.store import StoreInfo
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A handle onto an opened store and the lanes in it. `info` is its identity at that time."""
+
+    store: RedisStore
+    lanes: RedisLanes
+    info: StoreInfo
+
+    async def close(self) -> None:
+        await self.store.close()
+
+
+async def open_state(url: str, limits: LaneLimits) -> State:
+    store = RedisStore(url)
+    try:
+        info = await store.open()
+    except BaseException:
+        await store.close()
+        raise
+    return State(store, RedisLanes(store, limits), info)
 
 
 class RedisServer:

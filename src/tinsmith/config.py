@@ -204,9 +204,9 @@ class CheckpointConfig(Section):
 class ExecutionConfig(Section):
     """Bounds of execution and waiting."""
 
-    timeout_s: Annotated[float, Field(gt=0, le=_LONGEST_S, description="E: bound of one engine call, in s")] = 1800.0
+    timeout_s: Annotated[float, Field(gt=0, le=_LONGEST_S, description="bound of one engine call, in s")] = 1800.0
     queue_timeout_s: Annotated[float, Field(ge=_SHORTEST_S, le=_LONGEST_S, description="bound of a lane that does not move, in s")] = 1800.0
-    long_poll_s: Annotated[float, Field(ge=1, le=40, description="W: window of a long poll, in s")] = 30.0
+    long_poll_s: Annotated[float, Field(ge=1, le=40, description="window of a long poll, in s")] = 30.0
     lease_s: Annotated[
         float, Field(ge=_SHORTEST_S, le=_LONGEST_S, description="lease of a replica, in s; renewed three times within it")
     ] = 10.0
@@ -287,8 +287,8 @@ class ServerConfig(Section):
     logs: LogConfig = LogConfig()
 
     def model(self, name: str) -> ModelConfig:
-        """Raises StopIteration for a name that is not configured."""
-        return next(model for model in self.models if model.name == name)
+        """Raises KeyError for a name that is not configured."""
+        return {model.name: model for model in self.models}[name]
 
     @property
     def num_workers(self) -> int:

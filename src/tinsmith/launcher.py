@@ -147,7 +147,8 @@ class Server:
 
     def _open_cluster(self) -> None:
         with telemetry.span(telemetry.START_RAY):
-            self._cluster = open_cluster(self._config.ray, self._config.ray.num_cpus or self._config.num_workers)
+            num_cpus = self._config.ray.num_cpus
+            self._cluster = open_cluster(self._config.ray, self._config.num_workers if num_cpus is None else num_cpus)
             self._signals.listen()  # Ray has put its own actions there
             if self._cluster.is_own:
                 _check_gpus(self._config.num_gpus)

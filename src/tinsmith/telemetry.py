@@ -102,7 +102,7 @@ def _record(measurement: Measurement) -> None:
 def _bind(record: logging.LogRecord) -> bool:
     """Add the request id, unless the caller gave one through `extra`."""
     if not hasattr(record, "request_id"):
-        record.request_id = _request_id.get()
+        record.request_id = current_request()
     return True
 
 

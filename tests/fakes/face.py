@@ -25,7 +25,7 @@ from tinsmith.state.memory_lanes import MemoryLanes
 from tinsmith.state.memory_store import MemoryStore
 
 BASE = "org/tiny"
-INFO = BaseModelInfo(name=BASE, path="/nowhere", max_context=64, vocab_size=100, tied_embeddings=True, eos_token_ids=(2,))
+INFO = BaseModelInfo(name=BASE, path="/nowhere", max_context=64, vocab_size=100, eos_token_ids=(2,))
 WORKER = Replica(id="w", base=BASE, node="n", pid=1, started="0")
 PREFIX = "/api/v1"
 

@@ -35,7 +35,7 @@ from tinsmith.state.memory_lanes import MemoryLanes
 from tinsmith.state.memory_store import MemoryStore
 
 BASE = "org/tiny"
-INFO = BaseModelInfo(name=BASE, path="/nowhere", max_context=4096, vocab_size=49152, tied_embeddings=True, eos_token_ids=())
+INFO = BaseModelInfo(name=BASE, path="/nowhere", max_context=4096, vocab_size=49152, eos_token_ids=())
 START_S = 30
 
 
@@ -131,7 +131,7 @@ async def _start_sampler(stack: contextlib.AsyncExitStack, root: Path, services:
     async def read_artifact(artifact: str) -> Files:
         return await asyncio.to_thread(checkpoints.read, artifact)
 
-    backend = SamplingBackend(engine, gate, read_artifact, encode_sample_output, max_rows=engine.max_rows)
+    backend = SamplingBackend(engine, gate, read_artifact, encode_sample_output)
     replica = Replica(id="sampler", base=BASE, node="n", pid=1, started="0")
     executor = PoolExecutor(services.lanes, BASE, replica.id, backend, _decode_sample, timeout_s=30)
     await _start(stack, services, replica, executor, [work_topic(BASE)], lambda _, __: executor.wake())

@@ -28,14 +28,14 @@ from tests.contract.scenes import (
     seqs,
     take,
 )
-from tests.redis_server import RedisServer
+from tests.redis_server import RedisServer, State, open_state
 from tinsmith.config import ConfigError
 from tinsmith.protocol.errors import StateContention
 from tinsmith.protocol.futures import State as FutureState
+from tinsmith.protocol.wire_bounds import MIB
 from tinsmith.state import redis_process
 from tinsmith.state.events import EventReader
-from tinsmith.state.lanes import MIB, SETTLED, TOPIC_LENGTH, LaneLimits, Settlement, bell_topic
-from tinsmith.state.opening import State, open_state
+from tinsmith.state.lanes import SETTLED, TOPIC_LENGTH, LaneLimits, Settlement, bell_topic
 from tinsmith.state.redis_process import RedisProcess, RedisUnavailable, find_server
 from tinsmith.state.redis_store import RedisStore
 from tinsmith.state.store import SCHEMA_VERSION
@@ -316,14 +316,6 @@ async def test_a_server_that_is_away_at_start_is_told() -> None:
         url = server.url
     with pytest.raises(StateContention, match="away"):
         await open_state(url, LIMITS)
-
-
-async def test_only_redis_urls_are_opened() -> None:
-    with pytest.raises(ConfigError, match="'https' is not a scheme of Redis"):
-        await open_state("https://user:password@host", LIMITS)
-    memory = await open_state(None, LIMITS)
-    assert (await memory.store.open()) == memory.info
-    await memory.close()
 
 
 def test_a_server_that_cannot_start_says_where_to_look(server: RedisServer, tmp_path: Path) -> None:

@@ -8,11 +8,10 @@ from time import monotonic
 import pytest
 
 from tests.contract.scenes import BASE, command, completed, open_lane, own, replica, rid_of, sample, take
-from tests.redis_server import RedisServer
+from tests.redis_server import RedisServer, State, open_state
 from tinsmith.protocol.errors import StateContention
 from tinsmith.state.events import EventReader
 from tinsmith.state.lanes import SETTLED, LaneLimits, Settlement, bell_topic, work_topic
-from tinsmith.state.opening import State, open_state
 
 LIMITS = LaneLimits(lease_ms=60_000)
 NUM_WAITERS = 500

@@ -12,7 +12,7 @@ from tinsmith import cli
 from tinsmith.config import ConfigError
 from tinsmith.protocol.sessions import BaseModelInfo
 
-INFO = BaseModelInfo(name="org/model", path="/models/m", max_context=100, vocab_size=50, tied_embeddings=True, eos_token_ids=(2,))
+INFO = BaseModelInfo(name="org/model", path="/models/m", max_context=100, vocab_size=50, eos_token_ids=(2,))
 
 
 @pytest.fixture

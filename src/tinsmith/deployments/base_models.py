@@ -49,9 +49,7 @@ def fetch(name: str, source: str) -> BaseModelInfo:
 
 def weightless(name: str) -> ServedModel:
     """A model for fake engines: SmolLM2's sizes, no files."""
-    info = BaseModelInfo(
-        name=name, path="", max_context=_FAKE_CONTEXT, vocab_size=_FAKE_VOCAB, tied_embeddings=True, eos_token_ids=(_FAKE_EOS,)
-    )
+    info = BaseModelInfo(name=name, path="", max_context=_FAKE_CONTEXT, vocab_size=_FAKE_VOCAB, eos_token_ids=(_FAKE_EOS,))
     return ServedModel(info=info, dtype="fp32")
 
 

@@ -13,9 +13,8 @@ from socket import socket
 import uvicorn
 from fastapi import FastAPI
 
-from tinsmith import telemetry
 from tinsmith.deployments.ports import listen_shared
-from tinsmith.deployments.wiring import Blueprint, connect
+from tinsmith.deployments.wiring import Blueprint, configure_logging, connect
 from tinsmith.gateway.app import create_app
 from tinsmith.gateway.deps import Services
 from tinsmith.state.events import EventReader
@@ -34,8 +33,7 @@ class Gateway:
     """A replica behind Serve's own proxy: Serve runs the app."""
 
     def __init__(self, blueprint: Blueprint) -> None:
-        logs = blueprint.config.logs
-        telemetry.configure_logging("gateway", format=logs.format, level=logs.level)
+        configure_logging(blueprint, "gateway")
         self._services = _services(blueprint)
         self._app = create_app(self._services)
 

@@ -8,8 +8,7 @@ from tinsmith.config import ConfigError, ServerConfig
 from tinsmith.deployments.ports import PortUnavailable, reserve
 from tinsmith.lifecycle.checkpoints import Checkpoints
 from tinsmith.protocol.errors import StateContention
-from tinsmith.state.lanes import LaneLimits
-from tinsmith.state.opening import open_state
+from tinsmith.state.redis_store import RedisStore
 
 _RAY_PORTS = (
     "ray: these ports listen on every interface: gcs_server, raylet, object manager, agents and one or two of each worker process (random "
@@ -73,13 +72,15 @@ def _probe_sources(config: ServerConfig) -> None:
 
 def _probe_store(config: ServerConfig) -> None:
     if config.store.kind == "redis":
-        asyncio.run(_open_redis(config.store.url))
+        asyncio.run(_probe_redis(config.store.url))
 
 
-async def _open_redis(url: str) -> None:
+async def _probe_redis(url: str) -> None:
     """Raises ConfigError for a server that is away, unfit, or holds a newer schema."""
+    store = RedisStore(url)
     try:
-        state = await open_state(url, LaneLimits())
+        await store.open()
     except StateContention as error:
         raise ConfigError([f"store.url: {error.message}"]) from error
-    await state.close()
+    finally:
+        await store.close()

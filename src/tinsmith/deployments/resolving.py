@@ -1,17 +1,24 @@
 """Resolves one base model in a process of its own: `python -m tinsmith.deployments.resolving [options] NAME`.
 
-The conversion of a model needs PyTorch and for a moment gigabytes of memory; the process that starts the server needs neither and starts
-Ray meanwhile. Prints a `ServedModel` as one line of JSON; a source that cannot be had is one line on stderr.
+It may download and convert for minutes, while the process that starts the server starts Ray. Prints a `ServedModel` as one line of JSON; a
+source that cannot be had is one line on stderr. PyTorch is imported by name, and only for the probe of dtype "auto": its import takes
+longer than all else here.
 """
 
 import argparse
+import importlib
 import sys
-from typing import Literal
+from typing import Literal, cast
 
 from tinsmith.config import cache_dir
 from tinsmith.deployments.base_models import EXIT_NO_SOURCE, ServedModel
 from tinsmith.engines.models import ModelSourceError, fill_hub_cache, resolve
-from tinsmith.engines.peft_engine import fastest_dtype
+
+Compute = Literal["fp32", "bf16"]
+
+
+def fastest_dtype(device: str) -> Compute:
+    return cast(Compute, importlib.import_module("tinsmith.engines.peft_engine").fastest_dtype(device))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -29,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     except ModelSourceError as error:
         print(error, file=sys.stderr)
         return EXIT_NO_SOURCE
-    dtype: Literal["fp32", "bf16"] = fastest_dtype(asked.device) if asked.dtype == "auto" else asked.dtype
+    dtype = fastest_dtype(asked.device) if asked.dtype == "auto" else asked.dtype
     print(ServedModel(info=info, dtype=dtype).model_dump_json())
     return 0
 

@@ -6,12 +6,11 @@ unless the configured engine needs it.
 
 import asyncio
 import logging
-from collections.abc import Mapping
 
 from tinsmith import telemetry
 from tinsmith.deployments.sampling_backend import SamplingBackend
 from tinsmith.deployments.wiring import Blueprint, connect
-from tinsmith.deployments.worker import Worker, WorkerEnded, configure_logging, engine_builders, listen, new_replica
+from tinsmith.deployments.worker import Worker, WorkerReplica, engine_builders, listen, new_replica
 from tinsmith.engines.base import Files, SamplingEngine
 from tinsmith.lifecycle.checkpoints import Checkpoints
 from tinsmith.protocol.sampling import Sample
@@ -25,31 +24,19 @@ from tinsmith.state.lanes import work_topic
 _log = logging.getLogger(__name__)
 
 
-class Sampler:
-    """A replica. Serve awaits `reconfigure` before it counts a replica as running, and `stop` as it stops one."""
+class Sampler(WorkerReplica):
+    """A replica that samples for the pools of its base model."""
 
     def __init__(self, blueprint: Blueprint, base: str) -> None:
-        configure_logging(blueprint, "sampler")
-        self._blueprint = blueprint
-        self._base = base
-        self._worker: Worker | None = None
+        super().__init__(blueprint, base, role="sampler", begin=_begin)
 
-    async def reconfigure(self, _: Mapping[str, object]) -> None:
-        """Load the base model and begin to serve. Raises what the engine raises, StateContention."""
-        with telemetry.span(telemetry.WORKER_LOAD, role="sampler"):
-            engine = await asyncio.to_thread(_build_engine, self._blueprint, self._base)
-        self._worker = await _start_worker(self._blueprint, self._base, engine)
-        _log.info("%s: ready for %d sequences at once", self._base, engine.max_rows)
 
-    async def check_health(self) -> None:
-        """Raises WorkerEnded."""
-        if self._worker is None:
-            raise WorkerEnded("the replica has not started")
-        self._worker.check()
-
-    async def stop(self) -> None:
-        if self._worker is not None:
-            await self._worker.stop()
+async def _begin(blueprint: Blueprint, base: str) -> Worker:
+    with telemetry.span(telemetry.WORKER_LOAD, role="sampler"):
+        engine = await asyncio.to_thread(_build_engine, blueprint, base)
+    worker = await _start_worker(blueprint, base, engine)
+    _log.info("%s: ready for %d sequences at once", base, engine.max_rows)
+    return worker
 
 
 def _build_engine(blueprint: Blueprint, base: str) -> SamplingEngine:
@@ -66,7 +53,7 @@ async def _start_worker(blueprint: Blueprint, base: str, engine: SamplingEngine)
     async def read_artifact(artifact: str) -> Files:
         return await asyncio.to_thread(checkpoints.read, artifact)
 
-    backend = SamplingBackend(engine, gate, read_artifact, encode_sample_output, max_rows=engine.max_rows)
+    backend = SamplingBackend(engine, gate, read_artifact, encode_sample_output)
     executor = PoolExecutor(connection.lanes, base, replica.id, backend, _decode, timeout_s=config.execution.timeout_s)
     work = work_topic(base)
     events = EventReader(connection.lanes, [work], store=connection.store)

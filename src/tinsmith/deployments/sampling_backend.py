@@ -24,9 +24,8 @@ from tinsmith.queue.gate import CallBackend
 from tinsmith.queue.pool import Finished, Work
 
 QUEUE_AHEAD = 4  # sequences that wait inside the engine, so that a row which gets free is filled in the next step
-PATIENCE_STEPS = (
-    32  # after so many steps without one, a request is let in all the same: requests of many samples may fill every row for long
-)
+# After so many steps without one, a request is let in all the same: requests of many samples may fill every row for long.
+PATIENCE_STEPS = 32
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -52,15 +51,13 @@ class SamplingBackend:
         call_backend: CallBackend,
         read_artifact: Callable[[str], Awaitable[Files]],
         encode: Callable[[SampleOutput], bytes],
-        *,
-        max_rows: int,
     ) -> None:
-        """`read_artifact` fetches the files of a sampler checkpoint (NotFound where it is gone); `max_rows` is the engine's."""
+        """`read_artifact` fetches the files of a sampler checkpoint (NotFound where it is gone)."""
         self._engine = engine
         self._call_backend = call_backend
         self._read_artifact = read_artifact
         self._encode = encode
-        self._max_rows = max_rows
+        self._max_rows = engine.max_rows
         self._wake: Callable[[], None] = lambda: None
         self._one_call = asyncio.Lock()
         self._in_call = threading.Lock()  # held by the thread, so it tells when a call has really ended

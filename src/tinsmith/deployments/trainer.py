@@ -6,18 +6,15 @@ Imports no PyTorch unless the configured engine needs it.
 
 import asyncio
 import logging
-from collections.abc import Mapping
 
 from tinsmith import telemetry
 from tinsmith.config import ServerConfig
 from tinsmith.deployments.training_backend import TrainingBackend
 from tinsmith.deployments.wiring import Blueprint, connect
-from tinsmith.deployments.worker import DRAIN_S, Worker, WorkerEnded, configure_logging, engine_builders, listen, new_replica
+from tinsmith.deployments.worker import DRAIN_S, Worker, WorkerReplica, engine_builders, listen, new_replica
 from tinsmith.engines.base import TrainingEngine
 from tinsmith.lifecycle.adapters import AdapterSlots
 from tinsmith.lifecycle.checkpoints import Checkpoints
-from tinsmith.protocol.sampling import Sample
-from tinsmith.protocol.training import Kind, TrainingCommand
 from tinsmith.protocol.wire import decode_command
 from tinsmith.queue.executor import Executor, SnapshotPolicy
 from tinsmith.queue.gate import Gate
@@ -28,31 +25,19 @@ from tinsmith.state.lanes import bell_topic, work_topic
 _log = logging.getLogger(__name__)
 
 
-class Trainer:
-    """A replica. Serve awaits `reconfigure` before it counts a replica as running, and `stop` as it stops one."""
+class Trainer(WorkerReplica):
+    """A replica that owns model lanes and trains their adapters."""
 
     def __init__(self, blueprint: Blueprint, base: str) -> None:
-        configure_logging(blueprint, "trainer")
-        self._blueprint = blueprint
-        self._base = base
-        self._worker: Worker | None = None
+        super().__init__(blueprint, base, role="trainer", begin=_begin)
 
-    async def reconfigure(self, _: Mapping[str, object]) -> None:
-        """Load the base model and begin to serve. Raises what the engine raises, StateContention."""
-        with telemetry.span(telemetry.WORKER_LOAD, role="trainer"):
-            engine = await asyncio.to_thread(_build_engine, self._blueprint, self._base)
-        self._worker = await _start_worker(self._blueprint, self._base, engine)
-        _log.info("%s: ready for %d adapters", self._base, engine.capacity)
 
-    async def check_health(self) -> None:
-        """Raises WorkerEnded."""
-        if self._worker is None:
-            raise WorkerEnded("the replica has not started")
-        self._worker.check()
-
-    async def stop(self) -> None:
-        if self._worker is not None:
-            await self._worker.stop()
+async def _begin(blueprint: Blueprint, base: str) -> Worker:
+    with telemetry.span(telemetry.WORKER_LOAD, role="trainer"):
+        engine = await asyncio.to_thread(_build_engine, blueprint, base)
+    worker = await _start_worker(blueprint, base, engine)
+    _log.info("%s: ready for %d adapters", base, engine.capacity)
+    return worker
 
 
 def _build_engine(blueprint: Blueprint, base: str) -> TrainingEngine:
@@ -70,7 +55,7 @@ async def _start_worker(blueprint: Blueprint, base: str, engine: TrainingEngine)
         TrainingBackend(engine, gate, checkpoints, catalog, connection.store.now_ms),
         AdapterSlots(engine.capacity),
         replica,
-        decode=_decode,
+        decode=decode_command,
         snapshots=_snapshot_policy(config),
         drain_s=DRAIN_S,
     )
@@ -96,10 +81,3 @@ def _snapshot_policy(config: ServerConfig) -> SnapshotPolicy:
 def _ring(executor: Executor, lanes: list[str]) -> None:
     for lane in lanes:
         executor.ring(lane)
-
-
-def _decode(kind: Kind, body: bytes) -> TrainingCommand:
-    command = decode_command(kind, body)
-    if isinstance(command, Sample):
-        raise TypeError("a sample lies in a model lane")
-    return command

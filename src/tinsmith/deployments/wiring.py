@@ -1,10 +1,11 @@
-"""What every process of the server is given, and how it reaches the state with it. Imports no engine and no PyTorch."""
+"""What every process of the server is given, and how it logs and reaches the state with it. Imports no engine and no PyTorch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ray.actor import ActorHandle
 
+from tinsmith import telemetry
 from tinsmith.config import ExecutionConfig, LimitConfig, ServerConfig
 from tinsmith.deployments.base_models import ServedModel
 from tinsmith.deployments.memory_state import RemoteLanes, RemoteStore
@@ -38,6 +39,11 @@ def lane_limits(execution: ExecutionConfig, limits: LimitConfig) -> LaneLimits:
         max_pending=limits.max_pending,
         max_tenant_bytes=limits.max_tenant_bytes,
     )
+
+
+def configure_logging(blueprint: Blueprint, role: str) -> None:
+    logs = blueprint.config.logs
+    telemetry.configure_logging(role, format=logs.format, level=logs.level)
 
 
 def connect(blueprint: Blueprint) -> Connection:

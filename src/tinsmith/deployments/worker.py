@@ -8,16 +8,15 @@ import asyncio
 import contextlib
 import importlib
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
 from typing import ParamSpec, Protocol, cast
 
 import ray
 
-from tinsmith import telemetry
 from tinsmith.config import SamplerConfig, TrainerConfig
 from tinsmith.deployments.base_models import ServedModel
-from tinsmith.deployments.wiring import Blueprint, Connection, connect
+from tinsmith.deployments.wiring import Blueprint, Connection, configure_logging, connect
 from tinsmith.engines.base import SamplingEngine, TrainingEngine
 from tinsmith.protocol.errors import StateContention
 from tinsmith.queue.gate import Gate
@@ -124,6 +123,35 @@ class Worker:
         return heartbeat
 
 
+Begin = Callable[[Blueprint, str], Awaitable[Worker]]
+
+
+class WorkerReplica:
+    """What Serve sees of a replica with an engine: it awaits `reconfigure` before it counts the replica as running, and `stop` as it stops
+    it. `begin` loads the base model and starts the worker."""
+
+    def __init__(self, blueprint: Blueprint, base: str, *, role: str, begin: Begin) -> None:
+        configure_logging(blueprint, role)
+        self._blueprint = blueprint
+        self._base = base
+        self._begin = begin
+        self._worker: Worker | None = None
+
+    async def reconfigure(self, _: Mapping[str, object]) -> None:
+        """Load the base model and begin to serve. Raises what the engine raises, StateContention."""
+        self._worker = await self._begin(self._blueprint, self._base)
+
+    async def check_health(self) -> None:
+        """Raises WorkerEnded."""
+        if self._worker is None:
+            raise WorkerEnded("the replica has not started")
+        self._worker.check()
+
+    async def stop(self) -> None:
+        if self._worker is not None:
+            await self._worker.stop()
+
+
 async def listen(subscription: Subscription, hear: Callable[[list[str]], None], resync: Callable[[], None]) -> None:
     """Pass on what the subscription hears, for ever. `resync`: events may have been missed."""
     while True:
@@ -136,11 +164,6 @@ async def listen(subscription: Subscription, hear: Callable[[list[str]], None], 
 def engine_builders(engine: str) -> EngineBuilders:
     """`engine` as the configuration names it. Blocks for as long as its imports take."""
     return cast(EngineBuilders, importlib.import_module(_MODULES[engine]))
-
-
-def configure_logging(blueprint: Blueprint, role: str) -> None:
-    logs = blueprint.config.logs
-    telemetry.configure_logging(role, format=logs.format, level=logs.level)
 
 
 def new_replica(base: str) -> Replica:

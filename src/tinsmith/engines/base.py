@@ -17,6 +17,10 @@ from tinsmith.protocol.training import ComputeOutput, EngineCommand, LoraConfig,
 Files = Mapping[str, bytes]  # relative file name -> content
 Answer = ComputeOutput | OptimOutput | TinsmithError
 
+# The files of a PEFT folder.
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_MODEL = "adapter_model.safetensors"
+
 
 class Contents(StrEnum):
     """How much of an adapter a capture holds; each contains the ones above it."""

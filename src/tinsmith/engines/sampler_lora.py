@@ -19,14 +19,13 @@ from safetensors.torch import load as load_safetensors
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tinsmith.engines.base import Files
+from tinsmith.engines.base import ADAPTER_CONFIG, ADAPTER_MODEL, Files
 from tinsmith.engines.lora import add_delta
 from tinsmith.engines.sampler_cache import MIN_ROWS
 from tinsmith.protocol.errors import NotFound, StateContention, ValidationFailed
 from tinsmith.protocol.training import MAX_LORA_RANK
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
-_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 class _PeftConfig(BaseModel):
@@ -68,11 +67,11 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    """Rows of one adapter in a batch. `rows` [N'] is filled up to MIN_ROWS by repeats, `num` counts the real ones; None: every row."""
+    """Rows of one adapter in a batch. `rows` [N'] is filled up to MIN_ROWS by repeats, `num_rows` counts the real ones; None: every row."""
 
     adapter: Adapter
     rows: Tensor | None = None
-    num: int = 0
+    num_rows: int = 0
 
     @classmethod
     def of(cls, adapter: Adapter, rows: Sequence[int], batch_rows: int, device: torch.device) -> "RowGroup":
@@ -113,7 +112,7 @@ class AdapterLinear(nn.Module):
                 out = _with_delta(out, x, pair, group.adapter.scale)
             else:
                 changed = _with_delta(out[group.rows], x[group.rows], pair, group.adapter.scale)
-                out[group.rows[: group.num]] = changed[: group.num]
+                out[group.rows[: group.num_rows]] = changed[: group.num_rows]
         return out
 
 
@@ -149,15 +148,15 @@ def read_adapter(files: Files, layers: Mapping[str, nn.Linear], device: torch.de
 
 
 def _read_config(files: Files) -> _PeftConfig:
-    if _CONFIG not in files or _WEIGHTS not in files:
-        raise ValidationFailed(f"adapter: {_CONFIG} and {_WEIGHTS} are both needed, got {sorted(files)}")
+    if ADAPTER_CONFIG not in files or ADAPTER_MODEL not in files:
+        raise ValidationFailed(f"adapter: {ADAPTER_CONFIG} and {ADAPTER_MODEL} are both needed, got {sorted(files)}")
     try:
-        config = _PeftConfig.model_validate(json.loads(files[_CONFIG]))
+        config = _PeftConfig.model_validate(json.loads(files[ADAPTER_CONFIG]))
     except ValidationError as error:
         first = error.errors()[0]
-        raise ValidationFailed(f"adapter: {_CONFIG}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+        raise ValidationFailed(f"adapter: {ADAPTER_CONFIG}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
     except ValueError as error:
-        raise ValidationFailed(f"adapter: {_CONFIG} is no JSON ({error})") from error
+        raise ValidationFailed(f"adapter: {ADAPTER_CONFIG} is no JSON ({error})") from error
     fault = config.fault()
     if fault is not None:
         raise ValidationFailed(f"adapter: {fault}")
@@ -166,9 +165,9 @@ def _read_config(files: Files) -> _PeftConfig:
 
 def _read_weights(files: Files) -> dict[str, Tensor]:
     try:
-        return load_safetensors(bytes(files[_WEIGHTS]))
+        return load_safetensors(bytes(files[ADAPTER_MODEL]))
     except SafetensorError as error:
-        raise ValidationFailed(f"adapter: {_WEIGHTS} cannot be read ({error})") from error
+        raise ValidationFailed(f"adapter: {ADAPTER_MODEL} cannot be read ({error})") from error
 
 
 def _targeted(config: _PeftConfig, layers: Mapping[str, nn.Linear]) -> list[str]:

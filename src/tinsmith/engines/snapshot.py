@@ -15,13 +15,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from tinsmith.engines.base import Contents, Files
+from tinsmith.engines.base import ADAPTER_CONFIG, ADAPTER_MODEL, Contents, Files
 from tinsmith.engines.lora import Adapter, Layout, Moments
 from tinsmith.protocol.errors import ValidationFailed
 from tinsmith.protocol.training import LORA_ALPHA
 
-ADAPTER_CONFIG = "adapter_config.json"
-ADAPTER_MODEL = "adapter_model.safetensors"
 TRAIN_STATE = "train_state.json"
 TRAIN_TENSORS = "train_state.safetensors"
 SCHEMA = 1
@@ -77,7 +75,7 @@ def read(files: Files, layout: Layout, *, optimizer: bool) -> State:
     Raises ValidationFailed for a file that is missing, cut short or of a newer schema, and for a rank, modules, shape or dtype that
     differ; nothing of the adapter has been touched then.
     """
-    _check_adapter_config(_file(files, ADAPTER_CONFIG), layout)
+    _check_adapter_config(files, layout)
     weights_P = _read_factors(_tensors(files, ADAPTER_MODEL), layout)
     if not optimizer:
         return State(weights_P, None, None)
@@ -130,8 +128,8 @@ def _names(module: str) -> tuple[str, str]:
     return f"{_PREFIX}{module}.lora_A.weight", f"{_PREFIX}{module}.lora_B.weight"
 
 
-def _check_adapter_config(data: bytes, layout: Layout) -> None:
-    config = _parse(_AdapterConfig, {ADAPTER_CONFIG: data}, ADAPTER_CONFIG)
+def _check_adapter_config(files: Files, layout: Layout) -> None:
+    config = _parse(_AdapterConfig, files, ADAPTER_CONFIG)
     if config.r != layout.rank:
         raise ValidationFailed(
             f"{ADAPTER_CONFIG}: the checkpoint has rank {config.r}, the model {layout.rank}; create a model of that rank"

@@ -62,18 +62,18 @@ async def receive(request: Request) -> Received:
     return Received(b"".join(parts), size <= MAX_WIRE, encoding)
 
 
-async def off_loop(received: Received, decode: Callable[[], T]) -> T:
-    """Run a decoder, in a thread where the body is large."""
-    return await asyncio.to_thread(decode) if received.is_large else decode()
+async def off_loop(work: Callable[[], T], *, is_large: bool) -> T:
+    """Do the work, in a thread where it would hold the loop."""
+    return await asyncio.to_thread(work) if is_large else work()
 
 
 async def read_tree(request: Request) -> object:
     """The JSON body as plain data. Raises PayloadTooLarge, InvalidRequest."""
     received = await receive(request)
-    return await off_loop(received, lambda: wire_json.parse(received.decoded()))
+    return await off_loop(lambda: wire_json.parse(received.decoded()), is_large=received.is_large)
 
 
 async def read(request: Request, model: type[AnyBody]) -> AnyBody:
     """The JSON body as a message. Raises PayloadTooLarge, InvalidRequest, ValidationFailed."""
     received = await receive(request)
-    return await off_loop(received, lambda: wire_json.validate(model, wire_json.parse(received.decoded())))
+    return await off_loop(lambda: wire_json.validate(model, wire_json.parse(received.decoded())), is_large=received.is_large)

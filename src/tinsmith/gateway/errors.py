@@ -25,7 +25,7 @@ from tinsmith.protocol.errors import (
 )
 from tinsmith.protocol.futures import one_line
 
-logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 HOLD_S = 1.0  # how long an answer is held after which clients ask again at once: a 5xx on their long poll
 
@@ -76,6 +76,6 @@ async def _of_disconnect(_: Request, __: Exception) -> Response:
 async def _of_bug(_: Request, error: Exception) -> Response:
     """The traceback goes to the log, under an id that the caller can quote."""
     incident = uuid.uuid4().hex
-    logger.error("incident %s", incident, exc_info=error)
+    _log.error("incident %s", incident, exc_info=error)
     await asyncio.sleep(HOLD_S)
     return error_response(InternalError(f"the server failed; its log has the details under {incident}"))

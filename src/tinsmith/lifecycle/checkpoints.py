@@ -65,7 +65,17 @@ class Manifest(BaseModel):
 
 def artifact_id(tenant: str, model_id: str, kind: ArtifactKind, *, seq: int, token: int) -> str:
     """The id of what a lane's owner with `token` makes of the adapter as entry `seq` left it."""
-    return _checked_id("/".join((_safe(tenant), _safe(model_id), kind.value, f"{seq}-{token}")))
+    return _checked_id("/".join((model_folder(tenant, model_id), kind.value, f"{seq}-{token}")))
+
+
+def model_folder(tenant: str, model_id: str) -> str:
+    """The first two segments of the ids of a model's artifacts."""
+    return f"{_safe(tenant)}/{_safe(model_id)}"
+
+
+def folder_of(artifact: str) -> str:
+    """The `model_folder` of an artifact id."""
+    return "/".join(artifact.split("/", 2)[:2])
 
 
 def tenant_of(artifact: str) -> str:
@@ -141,15 +151,20 @@ class Checkpoints:
             if segments[0] != _TMP and all(map(_is_segment, segments)):
                 yield "/".join(segments)
 
-    def sweep(self, live: Collection[str], *, min_age_s: float) -> int:
-        """Delete what nobody will name any more: artifacts outside `live` and abandoned writes, both older than `min_age_s`, which must
-        exceed the time from writing an artifact to settling it. Answers how many went."""
+    def unnamed(self, live: Collection[str], models: Collection[str], *, min_age_s: float) -> set[str]:
+        """Artifacts of these models (`model_folder`) that are outside `live` and older than `min_age_s`, which must exceed the time from
+        writing an artifact to settling it."""
         horizon = time.time() - min_age_s
-        unnamed = [artifact for artifact in self.artifacts() if artifact not in live and self._is_older(self._path(artifact), horizon)]
+        candidates = (artifact for artifact in self.artifacts() if folder_of(artifact) in models and artifact not in live)
+        return {artifact for artifact in candidates if self._is_older(self._path(artifact), horizon)}
+
+    def sweep_abandoned(self, *, min_age_s: float) -> int:
+        """Delete what is left of writes and deletions that were cut short longer ago than that. Answers how many there were."""
+        horizon = time.time() - min_age_s
         abandoned = [path for path in self._tmp.glob("*") if self._is_older(path, horizon)]
         for path in abandoned:
             shutil.rmtree(path, ignore_errors=True)
-        return sum(map(self.delete, unnamed)) + len(abandoned)
+        return len(abandoned)
 
     def probe(self) -> None:
         """Write and read a file as an artifact's files are. Raises ConfigError with the remedy."""

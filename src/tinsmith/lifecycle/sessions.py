@@ -17,7 +17,7 @@ from tinsmith.state.store import Store
 LEADER = "janitor"  # the lease of the one process that sweeps
 EXPIRED = "expired"
 
-logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 
 async def end_session(catalog: Catalog, lanes: Lanes, tenant: str, session_id: str, *, reason: str, now_ms: int) -> SessionRecord:
@@ -101,7 +101,7 @@ class SessionSweep:
         beats = await self._catalog.beats(tenant)
         silent = [session_id for session_id, beat_ms in beats.items() if now_ms - max(beat_ms, heard_since_ms) > self._timeout_ms]
         for session_id in silent:
-            logger.info("session %s of %s has been silent for %d ms and ends", session_id, tenant, now_ms - beats[session_id])
+            _log.info("session %s of %s has been silent for %d ms and ends", session_id, tenant, now_ms - beats[session_id])
             try:
                 await end_session(self._catalog, self._lanes, tenant, session_id, reason=EXPIRED, now_ms=now_ms)
             except NotFound:

@@ -26,7 +26,6 @@ class State(StrEnum):
     COMPLETED = "completed"
     FAILED = "failed"
     CANCELLED = "cancelled"
-    VOID = "void"  # of a lane's entry only: a seq that will never come
 
     @property
     def is_terminal(self) -> bool:

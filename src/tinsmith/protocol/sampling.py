@@ -53,7 +53,7 @@ class StopReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SampledSequence:
-    """`logprobs[i]` is that of `tokens[i]` under the distribution it was drawn from (losses: raw for greedy)."""
+    """`logprobs[i]` is that of `tokens[i]` under the distribution it was drawn from (raw for greedy)."""
 
     tokens: list[int]
     logprobs: list[float]

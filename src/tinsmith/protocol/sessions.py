@@ -20,7 +20,6 @@ class BaseModelInfo(Kept):
     path: str
     max_context: int
     vocab_size: int
-    tied_embeddings: bool
     eos_token_ids: tuple[int, ...]
 
 

@@ -14,6 +14,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol, TypeVar
 
 from tinsmith import telemetry
@@ -220,7 +221,7 @@ class Executor:
         for lane in tuple(self._candidates):
             if not self._slots.has_room and self._idlest() is None:
                 return  # a lane that falls idle leads back here
-            info = await self._ask(lambda lane=lane: self._lanes.lane(lane))  # type: ignore[misc]
+            info = await self._ask(partial(self._lanes.lane, lane))
             if info is None or not await self._wants_owner(info):
                 self._candidates.pop(lane, None)
             elif not self._must_spare(info):
@@ -307,6 +308,7 @@ class Executor:
         failure = None if resident.is_built else await self._rebuild(resident)
         taken = await self._take(resident)
         if taken.entries:
+            self._slots.claim(resident.id)  # note its use
             outcomes = await self._run(resident, taken.entries) if failure is None else _all_failed(taken.entries, failure, tainted=True)
             pairs = list(zip(taken.entries, outcomes, strict=True))
             await self._settle(resident, [Settlement(entry.seq, outcome) for entry, outcome in pairs])
@@ -439,7 +441,7 @@ class Executor:
 
 
 async def _attempt(work: Awaitable[T]) -> T | Exception:
-    """What the work came to. The one broad except of the server: whatever engine or storage raise becomes the outcome of a command. What
+    """What the work came to. The executor's one broad except: whatever engine or storage raise becomes the outcome of a command. What
     the store says about the lane passes through."""
     try:
         return await work

@@ -82,7 +82,7 @@ class Gate:
     """call_backend for one engine.
 
     exclusive: one call at a time, in order of arrival (trainers); otherwise up to `num_threads` at once, and never shut (samplers).
-    bound_s: E, the bound of a call without a declared one. ping: the engine's own, run outside the gate on a reserved thread.
+    bound_s: the bound of a call without a declared one. ping: the engine's own, run outside the gate on a reserved thread.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Gate:
         return not self._open.is_set()
 
     def bound_of(self, call: Callable[..., object]) -> float:
-        """The bound of a call in s: the one declared for its name, else E."""
+        """The bound of a call in s: the one declared for its name, else `bound_s`."""
         return self._bounds_s.get(getattr(call, "__name__", ""), self._bound_s)
 
     async def opened(self) -> None:

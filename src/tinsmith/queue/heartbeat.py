@@ -71,17 +71,11 @@ class Heartbeat:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopped: asyncio.Event | None = None
         self._has_started = threading.Event()
-        self._renewed_at = time.monotonic()
 
     @property
     def healthy(self) -> bool:
         """False once the thread is gone. A store that is away is no fault of this process."""
         return self._thread.is_alive()
-
-    @property
-    def age_s(self) -> float:
-        """Seconds since the last renewal that the store confirmed."""
-        return time.monotonic() - self._renewed_at
 
     def start(self) -> None:
         """Return once the thread runs; the first renewal may still be under way."""
@@ -125,7 +119,6 @@ class Heartbeat:
 
     async def _beat(self, lanes: Lanes) -> None:
         unowned = await lanes.renew(self._replica)
-        self._renewed_at = time.monotonic()
         if unowned:
             self._found(unowned)
         for peer in await lanes.replicas(self._replica.base):

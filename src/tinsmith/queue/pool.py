@@ -20,7 +20,7 @@ from tinsmith.protocol.futures import Outcome
 from tinsmith.protocol.sampling import Sample
 from tinsmith.state.lanes import Lanes, LeaseExpired, PoolEntry
 
-log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 TAKE_TOKENS = 65_536  # of one take: bounds how much one tenant gets ahead of the others inside a replica
 TAKE_ENTRIES = 4  # of one take: how many sequences an entry means is known only when it has been read
@@ -188,7 +188,7 @@ class PoolExecutor:
                 return False
             bodies = await self._lanes.bodies([(entry.rid, entry.digest) for entry in self._taken])
         except (StateContention, LeaseExpired) as error:
-            log.warning("pool %s: nothing can be taken now (%s)", self._base, error)
+            _log.warning("pool %s: nothing can be taken now (%s)", self._base, error)
             self._may_have_work = True
             self._take_pause.lengthen(self._clock())
             return False
@@ -255,7 +255,7 @@ class PoolExecutor:
         if held is not None:
             self._unsettled[rid] = (held.entry, outcome)
             if outcome.failure is not None and outcome.failure.diagnostic is not None:
-                log.error("sample %s failed:\n%s", rid, outcome.failure.diagnostic)
+                _log.error("sample %s failed:\n%s", rid, outcome.failure.diagnostic)
 
     def _expire(self) -> None:
         now = self._clock()
@@ -271,7 +271,7 @@ class PoolExecutor:
         try:
             lost = await self._lanes.pool_settle(self._replica, list(settled.values()))
         except StateContention as error:
-            log.warning("pool %s: %d outcomes are kept until the store is back (%s)", self._base, len(settled), error)
+            _log.warning("pool %s: %d outcomes are kept until the store is back (%s)", self._base, len(settled), error)
             self._settle_pause.lengthen(self._clock())
             return
         self._settle_pause.end()
@@ -279,7 +279,7 @@ class PoolExecutor:
             if self._unsettled.get(rid) is pair:
                 del self._unsettled[rid]
         if lost:
-            log.info("pool %s: %d outcomes came too late, others have settled them", self._base, len(lost))
+            _log.info("pool %s: %d outcomes came too late, others have settled them", self._base, len(lost))
 
     async def _end_intake(self) -> None:
         if self._intake is not None:

@@ -4,6 +4,7 @@ Every look-up takes the tenant, so a foreign id is unknown by construction. Reco
 checkpoint to its save) are not written here but together with the lane's own change: `*_write` builds them.
 """
 
+from dataclasses import dataclass
 from typing import TypeVar
 
 from tinsmith.protocol.errors import NotFound, SessionEnded, ValidationFailed
@@ -13,6 +14,7 @@ from tinsmith.state.store import Store
 
 _TENANTS = "system/tenants"
 _SCHEME = "tinker://"
+_PIN_MARK = "#"
 _Record = TypeVar("_Record", bound=Kept)
 
 
@@ -26,6 +28,21 @@ def sampler_write(record: SamplerRecord) -> Write:
 
 def checkpoint_write(record: CheckpointRecord) -> Write:
     return _write(f"{record.tenant}/checkpoints", f"{record.run_id}/{record.kind}/{record.name}", record)
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """Entry `seq` of the lane loads the artifact. A replay may do so again until the lane's floor has passed the entry, whatever became of
+    the checkpoint by then."""
+
+    tenant: str
+    lane: str
+    seq: int
+    artifact: str
+
+
+def pin_write(pin: Pin) -> Write:
+    return Write(f"{pin.tenant}/pins", _pin_id(pin), pin.artifact.encode())
 
 
 class Catalog:
@@ -105,6 +122,13 @@ class Catalog:
     async def checkpoints(self, tenant: str) -> list[CheckpointRecord]:
         return await self._all(f"{tenant}/checkpoints", CheckpointRecord)
 
+    async def pins(self, tenant: str) -> list[Pin]:
+        return [_pin(tenant, pin_id, held.value) for pin_id, held in (await self._store.list(f"{tenant}/pins")).items()]
+
+    async def unpin(self, pin: Pin) -> None:
+        """Idempotent."""
+        await self._store.delete(f"{pin.tenant}/pins", _pin_id(pin))
+
     async def _get(self, table: str, id: str, kind: type[_Record], what: str) -> _Record:
         held = await self._store.get(table, id)
         if held is None:
@@ -121,6 +145,15 @@ def split_path(path: str) -> tuple[str, CheckpointKind, str]:
     if not path.startswith(_SCHEME) or len(segments) != 3 or segments[1] not in list(CheckpointKind):
         raise ValidationFailed(f"path: {path[:200]!r} is not of the form tinker://<run>/<weights|sampler_weights>/<name>")
     return segments[0], CheckpointKind(segments[1]), segments[2]
+
+
+def _pin_id(pin: Pin) -> str:
+    return f"{pin.lane}{_PIN_MARK}{pin.seq}"
+
+
+def _pin(tenant: str, pin_id: str, value: bytes) -> Pin:
+    lane, _, seq = pin_id.rpartition(_PIN_MARK)
+    return Pin(tenant, lane, int(seq), value.decode())
 
 
 def _encode(record: Kept) -> bytes:

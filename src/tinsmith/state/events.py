@@ -17,7 +17,7 @@ from tinsmith.protocol.errors import StateContention
 from tinsmith.state.lanes import Wake
 from tinsmith.state.store import Store, StoreInfo
 
-_LOG = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 BLOCK_S = 5.0  # of one blocking read: an idle process asks the store no more often
 _FIRST_BACKOFF_S = 0.02
 _LAST_BACKOFF_S = 0.25  # so that a waiter is woken within a second of the store's return
@@ -196,7 +196,7 @@ class EventReader:
                 wake = await self._next(is_broken)
             except StateContention as error:
                 if not is_broken:
-                    _LOG.warning("event reader: %s; it tries again and goes on where it was", error)
+                    _log.warning("event reader: %s; it tries again and goes on where it was", error)
                 is_broken = True
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, _LAST_BACKOFF_S)
@@ -222,7 +222,7 @@ class EventReader:
             return False
         cursors = await self._lanes.tail(self._topics)
         self._epoch, self._cursors = info.epoch, cursors
-        _LOG.warning("event reader: the store was emptied; what it held is gone")
+        _log.warning("event reader: the store was emptied; what it held is gone")
         if self._on_new_epoch is not None:
             self._on_new_epoch(info)
         self._wake_everybody()
@@ -249,7 +249,7 @@ class EventReader:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            _LOG.critical("event reader: died of a defect; this process must be restarted", exc_info=error)
+            _log.critical("event reader: died of a defect; this process must be restarted", exc_info=error)
             self._wake_everybody()
 
 

@@ -20,8 +20,8 @@ from typing import Protocol
 
 from tinsmith.protocol.futures import Failure, FutureRecord, Outcome, State, Write
 from tinsmith.protocol.training import Kind
+from tinsmith.protocol.wire_bounds import MIB
 
-MIB = 1024 * 1024
 SETTLED = "settled"
 TOPIC_LENGTH = 65_536  # events kept a topic; a reader that fell further behind is told to resync
 
@@ -44,7 +44,7 @@ class LeaseExpired(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LaneLimits:
-    """Bounds of the lane protocol; `config.py` fills them."""
+    """Bounds of the lane protocol, filled from the configuration."""
 
     lease_ms: int = 10_000
     hole_grace_ms: int = 120_000

@@ -12,7 +12,7 @@ from tinsmith.protocol.errors import StateContention
 from tinsmith.state.redis_link import Command, RedisLink, Reply, Value
 from tinsmith.state.store import SCHEMA_VERSION, Record, StoreInfo
 
-_LOG = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 _IDENTITY = "identity"  # "<epoch>:<secret>:<schema>": one key, so that it is written at once or not at all
 _EPOCH_BYTES = 4
 _SECRET_BYTES = 32
@@ -105,7 +105,7 @@ class RedisStore:
         if policy != "noeviction":
             raise ConfigError([f"store.url: Redis may evict records (maxmemory-policy {policy}); set `maxmemory-policy noeviction`"])
         if info.get("aof_enabled") != 1 and self._info is None:
-            _LOG.warning("Redis runs without an append-only file, so its crash loses accepted work: set `appendonly yes`")
+            _log.warning("Redis runs without an append-only file, so its crash loses accepted work: set `appendonly yes`")
 
 
 def _key(table: str) -> str:

@@ -13,7 +13,7 @@ from tinsmith.deployments.base_models import ServedModel, device_of, fetch, reso
 from tinsmith.engines.models import ModelSourceError
 from tinsmith.protocol.sessions import BaseModelInfo
 
-INFO = BaseModelInfo(name="org/model", path="/models/m", max_context=100, vocab_size=50, tied_embeddings=True, eos_token_ids=(2,))
+INFO = BaseModelInfo(name="org/model", path="/models/m", max_context=100, vocab_size=50, eos_token_ids=(2,))
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 

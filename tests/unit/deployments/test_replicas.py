@@ -1,6 +1,7 @@
 """Replicas of every role at work on one memory store, without Ray: what Serve would call is called here."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ import pytest
 
 from tests.fakes.local_actor import LocalHandle
 from tinsmith.config import validate
+from tinsmith.deployments import janitor as janitor_module
 from tinsmith.deployments import worker
 from tinsmith.deployments.base_models import weightless
 from tinsmith.deployments.gateway import DirectGateway, Gateway, GatewayClosed
@@ -20,10 +22,15 @@ from tinsmith.deployments.sampler import Sampler
 from tinsmith.deployments.trainer import Trainer
 from tinsmith.deployments.wiring import Blueprint, connect, lane_limits
 from tinsmith.deployments.worker import WorkerEnded, engine_builders
+from tinsmith.lifecycle.artifacts import ArtifactSweep
+from tinsmith.lifecycle.checkpoints import ArtifactKind, Checkpoints, artifact_id
 from tinsmith.lifecycle.sessions import SessionSweep
 from tinsmith.protocol.errors import StateContention
+from tinsmith.protocol.sessions import ModelRecord
+from tinsmith.protocol.training import LoraConfig
 from tinsmith.queue.executor import Executor
 from tinsmith.queue.pool import PoolExecutor
+from tinsmith.state.catalog import model_write
 from tinsmith.state.redis_lanes import RedisLanes
 
 MODEL = "org/model"
@@ -309,6 +316,50 @@ async def test_a_store_that_is_away_does_not_end_the_janitor(blueprint: Blueprin
     janitor = Janitor(blueprint)
     await janitor.reconfigure({})
     await asyncio.wait_for(second.wait(), 10)
+    await janitor.check_health()
+    await janitor.stop()
+
+
+async def test_the_janitor_sweeps_artifacts(blueprint: Blueprint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(janitor_module, "ARTIFACT_PASS_S", 0.02)
+    model = ModelRecord(
+        tenant="local", session_id="s", model_id="s:train:0", base_model=MODEL, lora=LoraConfig(rank=8, seed=1), created_ms=0
+    )
+    store, write = connect(blueprint).store, model_write(model)
+    assert write.value is not None
+    await store.put(write.table, write.id, write.value)
+    await store.put("system/tenants", "local", b"")
+    checkpoints = Checkpoints(blueprint.config.checkpoints.dir)
+    young, old = (artifact_id("local", "s:train:0", ArtifactKind.SNAPSHOT, seq=seq, token=1) for seq in (1, 2))
+    for artifact in (young, old):
+        checkpoints.write(artifact, {"file": b"x"})
+    os.utime(blueprint.config.checkpoints.dir / old, (0, 0))
+    janitor = Janitor(blueprint)
+    await janitor.reconfigure({})
+
+    async def is_swept() -> bool:
+        return set(checkpoints.artifacts()) == {young}
+
+    await until(is_swept)
+    await janitor.check_health()
+    await janitor.stop()
+
+
+async def test_a_disk_or_store_that_fails_does_not_end_the_janitor(blueprint: Blueprint, monkeypatch: pytest.MonkeyPatch) -> None:
+    faults: list[Exception] = [OSError("the disk is away"), StateContention("away")]
+    last = asyncio.Event()
+
+    async def failing(_: ArtifactSweep) -> int:
+        if faults:
+            raise faults.pop()
+        last.set()
+        return 0
+
+    monkeypatch.setattr(janitor_module, "ARTIFACT_PASS_S", 0.02)
+    monkeypatch.setattr(ArtifactSweep, "run", failing)
+    janitor = Janitor(blueprint)
+    await janitor.reconfigure({})
+    await asyncio.wait_for(last.wait(), 10)
     await janitor.check_health()
     await janitor.stop()
 

@@ -121,7 +121,7 @@ async def artifacts() -> Artifacts:
 async def make_backend(engine: ScriptedEngine, artifacts: Artifacts) -> Callable[[float], SamplingBackend]:
     def make(bound_s: float) -> SamplingBackend:
         gate = Gate(bound_s=bound_s, exclusive=False, ping=engine.ping)
-        return SamplingBackend(engine, gate, artifacts.read, encode, max_rows=MAX_ROWS)
+        return SamplingBackend(engine, gate, artifacts.read, encode)
 
     return make
 
@@ -286,7 +286,7 @@ async def test_a_shut_gate_fails_the_requests_and_not_the_loop(engine: ScriptedE
             raise GateUnavailable("shut")
         return call(*args, **kwargs)
 
-    backend = SamplingBackend(engine, call_backend, artifacts.read, encode, max_rows=MAX_ROWS)  # type: ignore[arg-type]
+    backend = SamplingBackend(engine, call_backend, artifacts.read, encode)  # type: ignore[arg-type]
     await backend.admit([work("a")])
     shut = True
     assert reasons(await backend.step()) == {"a": ReasonCode.BACKEND_GATE_UNAVAILABLE}

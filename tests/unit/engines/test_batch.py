@@ -1,3 +1,5 @@
+"""Datums to tensors: what is refused by index and key, what is legal, and how micro-batches are planned."""
+
 import numpy as np
 import pytest
 import torch

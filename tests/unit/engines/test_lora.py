@@ -1,3 +1,5 @@
+"""Where adapters go in a model, their linear layer beside autograd, and their optimizer beside torch's AdamW."""
+
 import math
 
 import pytest

@@ -1,3 +1,5 @@
+"""The losses against float64 references, automatic differentiation and vectors worked out by hand."""
+
 import numpy as np
 import pytest
 import torch

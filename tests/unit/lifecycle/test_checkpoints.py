@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tinsmith.config import ConfigError
-from tinsmith.lifecycle.checkpoints import ArtifactKind, Checkpoints, artifact_id, tenant_of
+from tinsmith.lifecycle.checkpoints import ArtifactKind, Checkpoints, artifact_id, folder_of, model_folder, tenant_of
 from tinsmith.protocol.errors import NotFound, ValidationFailed
 from tinsmith.state.store import SCHEMA_VERSION
 
@@ -36,6 +36,7 @@ def test_an_artifact_comes_back_as_it_was_written(checkpoints: Checkpoints) -> N
 def test_an_id_holds_tenant_model_kind_seq_and_token() -> None:
     assert ARTIFACT == "local/5e55=3Atrain=3A0/weights/7-3"
     assert tenant_of(ARTIFACT) == "local"
+    assert folder_of(ARTIFACT) == model_folder("local", "5e55:train:0") == "local/5e55=3Atrain=3A0"
 
 
 def test_different_models_have_different_folders() -> None:
@@ -155,22 +156,30 @@ def test_a_delete_removes_all_of_it_once(checkpoints: Checkpoints) -> None:
         checkpoints.read(ARTIFACT)
 
 
-def test_a_sweep_takes_what_nobody_names_and_what_was_abandoned(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    kept, leftover = ARTIFACT, artifact_id("local", "5e55:train:0", ArtifactKind.SNAPSHOT, seq=7, token=2)
-    for artifact in (kept, leftover):
+def test_what_is_old_and_outside_the_names_is_unnamed(checkpoints: Checkpoints) -> None:
+    model, other = "5e55:train:0", "5e55:train:1"
+    leftover, foreign = (artifact_id("local", owner, ArtifactKind.SNAPSHOT, seq=7, token=2) for owner in (model, other))
+    for artifact in (ARTIFACT, leftover, foreign):
         checkpoints.write(artifact, FILES)
+    models = {model_folder("local", model)}
+    assert checkpoints.unnamed({ARTIFACT}, models, min_age_s=3600) == set()  # it may be on its way to being named
+    assert checkpoints.unnamed({ARTIFACT}, models, min_age_s=-1) == {leftover}
+
+
+def test_what_was_abandoned_goes_when_it_is_old(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    checkpoints.write(ARTIFACT, FILES)
     abandoned = tmp_path / "root" / ".tmp" / "half"
     abandoned.mkdir()
     (abandoned / "adapter_config.json").write_bytes(b"{")
-    assert checkpoints.sweep({kept}, min_age_s=3600) == 0  # it may be on its way to being named
-    assert checkpoints.sweep({kept}, min_age_s=-1) == 2
-    assert list(checkpoints.artifacts()) == [kept]
+    assert checkpoints.sweep_abandoned(min_age_s=3600) == 0
+    assert checkpoints.sweep_abandoned(min_age_s=-1) == 1
     assert not abandoned.exists()
+    assert list(checkpoints.artifacts()) == [ARTIFACT]
 
 
-def test_a_sweep_survives_what_vanishes_under_it(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_listing_survives_what_vanishes_under_it(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Checkpoints, "artifacts", lambda self: iter([ARTIFACT]))
-    assert checkpoints.sweep((), min_age_s=-1) == 0
+    assert checkpoints.unnamed((), {folder_of(ARTIFACT)}, min_age_s=-1) == set()
 
 
 def test_a_probe_finds_a_usable_directory(checkpoints: Checkpoints, tmp_path: Path) -> None:

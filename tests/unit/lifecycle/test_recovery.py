@@ -41,7 +41,7 @@ def test_what_left_none_or_is_durable_is_skipped(kind: Kind) -> None:
     assert plan(INFO, [entry(3, kind)]).steps == ()
 
 
-@pytest.mark.parametrize("state", [State.FAILED, State.CANCELLED, State.VOID, State.PENDING, State.RUNNING])
+@pytest.mark.parametrize("state", [State.FAILED, State.CANCELLED, State.PENDING, State.RUNNING])
 def test_what_was_not_completed_never_runs_again(state: State) -> None:
     assert plan(INFO, [entry(3, Kind.OPTIM_STEP, state)]).steps == ()
 

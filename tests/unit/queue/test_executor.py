@@ -174,6 +174,16 @@ async def test_a_dead_owners_lane_is_worth_an_eviction_and_a_living_ones_is_not(
     assert replica.executor.lanes == (lane_of(1),)
 
 
+async def test_the_lane_that_was_used_last_is_not_the_one_that_makes_room(world: World) -> None:
+    replica = await world.start(world.build("a", capacity=2))
+    for lane in (lane_of(0), lane_of(1)):
+        await world.all_settled(await world.submit_all(STEPS, lane=lane))
+    await world.settled(await world.submit(len(STEPS), optim(), lane=lane_of(0)))
+    await until(lambda: resident(replica, lane_of(0)).is_idle and resident(replica, lane_of(1)).is_idle)
+    await world.all_settled(await world.submit_all(STEPS, lane=lane_of(2)))
+    assert set(replica.executor.lanes) == {lane_of(0), lane_of(2)}
+
+
 @pytest.mark.proves("I11")
 async def test_a_closed_lane_is_dropped(world: World) -> None:
     replica = await world.start(world.build("a"))

@@ -126,7 +126,6 @@ async def test_it_renews_and_tells_of_lanes_without_an_owner(start: Callable[[],
     assert told.heard.wait(5)
     assert told.lanes == ["lonely"]
     assert heartbeat.healthy
-    assert heartbeat.age_s < 5
 
 
 @pytest.mark.proves("R5")

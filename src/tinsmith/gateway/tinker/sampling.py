@@ -1,7 +1,5 @@
 """Routes of sampling: sampling sessions and asample."""
 
-from typing import Any
-
 from fastapi import APIRouter, Request
 from pydantic import Field, ValidationError
 
@@ -61,7 +59,7 @@ class SampleBody(Body):
     prompt_logprobs: bool = False
     topk_prompt_logprobs: int = Field(default=0, ge=0, le=MAX_TOP_K)
     topk_sample_logprobs: int = 0
-    target_prompt_logprobs: dict[str, Any] | None = None
+    target_prompt_logprobs: dict[str, object] | None = None
     prompt_alt_tokens_k: int = 0
     prompt_logprobs_last_n: int | None = None
     record_stability_info: bool = False

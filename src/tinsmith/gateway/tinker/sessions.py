@@ -1,7 +1,6 @@
 """Routes of the service and its sessions: client configuration, capabilities, session life, health, telemetry."""
 
 import uuid
-from typing import Any
 
 from fastapi import APIRouter, Request
 from pydantic import Field
@@ -34,7 +33,7 @@ DYNAMIC_CONFIG: dict[str, bool | int] = {"refresh_interval_sec": 300, "sample_ca
 
 class CreateSessionBody(Body):
     tags: list[str] = Field(default=[], max_length=MAX_TAGS)
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: dict[str, object] | None = None
     sdk_version: str | None = None
     project_id: str | None = None
     display_name: str | None = None

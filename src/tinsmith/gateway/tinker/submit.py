@@ -5,12 +5,11 @@ known, a refusal becomes a future that failed at birth and the lane is told that
 sends again under the same seq (see `errors.is_resent`), nor for a model that is not the caller's.
 """
 
-import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
+from tinsmith.gateway.bodies import off_loop
 from tinsmith.gateway.deps import Services
 from tinsmith.gateway.errors import is_resent
 from tinsmith.protocol import ids, wire
@@ -21,14 +20,13 @@ from tinsmith.protocol.sampling import Sample
 from tinsmith.protocol.sessions import ModelRecord, SamplerRecord
 from tinsmith.protocol.training import Compute, CreateModel, Kind, LoadWeights, TrainingCommand
 from tinsmith.protocol.wire_bounds import MAX_SEQ, Head
-from tinsmith.state.catalog import model_write
+from tinsmith.state.catalog import Pin, model_write, pin_write
 from tinsmith.state.lanes import PoolSubmission, Submission, Submitted
 
 MAX_SEED = 2**31 - 1
 BARRIER_TOKENS = 1  # what a command without data counts in the fair queue
 INLINE_TOKENS = 16_384  # checking or encoding more than this leaves the event loop
 
-T = TypeVar("T")
 Build = Callable[[ModelRecord], Awaitable[TrainingCommand]]
 
 
@@ -100,9 +98,9 @@ async def submit_sample(services: Services, sampler: SamplerRecord, seq_id: int,
     await services.lanes.pool_submit(submission)
 
 
-async def off_loop(tokens: int, work: Callable[[], T]) -> T:
-    """Do work on that many tokens, in a thread where it would hold the loop."""
-    return await asyncio.to_thread(work) if tokens > INLINE_TOKENS else work()
+def is_long(command: TrainingCommand) -> bool:
+    """Whether checking or encoding the command would hold the loop."""
+    return isinstance(command, Compute) and command.num_tokens > INLINE_TOKENS
 
 
 def derived_seed(rid: str) -> int:
@@ -123,8 +121,15 @@ async def _turn(services: Services, tenant: str, head: Head) -> Turn:
 
 async def _queue(services: Services, turn: Turn, command: TrainingCommand, writes: tuple[Write, ...] = ()) -> Submitted:
     tokens = command.num_tokens if isinstance(command, Compute) else BARRIER_TOKENS
-    body, digest = await off_loop(tokens, lambda: _encoded(command))
-    return await services.lanes.submit(_submission(turn, command.kind, digest, body, tokens, writes))
+    body, digest = await off_loop(lambda: _encoded(command), is_large=is_long(command))
+    return await services.lanes.submit(_submission(turn, command.kind, digest, body, tokens, (*writes, *_pins(turn, command))))
+
+
+def _pins(turn: Turn, command: TrainingCommand) -> tuple[Write, ...]:
+    """A load keeps its artifact, from the step that queues it on."""
+    if not isinstance(command, LoadWeights):
+        return ()
+    return (pin_write(Pin(turn.model.tenant, turn.model.model_id, turn.seq, command.artifact)),)
 
 
 async def _refuse(services: Services, turn: Turn, kind: Kind, refusal: TinsmithError) -> None:

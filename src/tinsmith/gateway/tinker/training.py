@@ -1,7 +1,5 @@
 """Routes of models and their training steps: create, describe, forward, forward_backward, optim_step, unload."""
 
-from typing import Any
-
 from fastapi import APIRouter, Request
 from pydantic import ValidationError
 
@@ -11,7 +9,7 @@ from tinsmith.gateway.bodies import Received
 from tinsmith.gateway.deps import Services, ServicesDep, TenantDep
 from tinsmith.gateway.metadata import checked_metadata
 from tinsmith.gateway.preflight import check_compute
-from tinsmith.gateway.tinker.submit import derived_seed, new_model_id, off_loop, submit_creation, submit_turn
+from tinsmith.gateway.tinker.submit import derived_seed, is_long, new_model_id, submit_creation, submit_turn
 from tinsmith.lifecycle.sessions import close_model
 from tinsmith.protocol import wire, wire_json
 from tinsmith.protocol.errors import Category, EndpointUnavailable, InvalidRequest, ReasonCode, TinsmithError, ValidationFailed
@@ -64,7 +62,7 @@ class CreateModelBody(Body):
     base_model: str
     lora_config: LoraBody = LoraBody()
     optimizer_config: OptimizerBody = OptimizerBody()
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: dict[str, object] | None = None
 
 
 class ModelBody(Body):
@@ -140,7 +138,7 @@ async def forward_backward(request: Request, services: ServicesDep, tenant: Tena
         if isinstance(decoded, TinsmithError):
             raise decoded
         command, base = decoded, services.base_model(model.base_model)
-        await off_loop(command.num_tokens, lambda: check_compute(command, base))
+        await bodies.off_loop(lambda: check_compute(command, base), is_large=is_long(command))
         return command
 
     if isinstance(decoded, TinsmithError) and (head.model_id is None or head.seq_id is None):
@@ -189,7 +187,7 @@ async def _read_pass(request: Request) -> tuple[Head, Compute | TinsmithError]:
     """Where the body says that it belongs, and the command, or why there is none. The head of a refused body is read all the same."""
     received = await bodies.receive(request)
     decode = _decode_protobuf if content_type(request.headers) == PROTOBUF else _decode_json
-    return await bodies.off_loop(received, lambda: decode(received))
+    return await bodies.off_loop(lambda: decode(received), is_large=received.is_large)
 
 
 def _decode_protobuf(received: Received) -> tuple[Head, Compute | TinsmithError]:

@@ -1,7 +1,5 @@
 """Routes of checkpoints: save, save for sampling, load, and what a checkpoint holds."""
 
-from typing import Any
-
 from fastapi import APIRouter, Request
 
 from tinsmith.gateway import bodies
@@ -25,7 +23,7 @@ class SaveBody(Body):
     path: str | None = None
     ttl_seconds: int | None = None
     overwrite: bool = False
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: dict[str, object] | None = None
 
     def checked_ttl(self) -> int | None:
         if self.ttl_seconds is not None and not MIN_TTL_S <= self.ttl_seconds <= MAX_TTL_S:
@@ -75,7 +73,7 @@ class LoadBody(Body):
     optimizer: bool = False
     optimizer_config: OptimizerBody = OptimizerBody()
     base_model: str | None = None
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: dict[str, object] | None = None
 
 
 class NewModelBody(LoadBody):
