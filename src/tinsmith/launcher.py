@@ -22,11 +22,12 @@ from types import FrameType
 import ray
 from ray import serve
 from ray.actor import ActorHandle
+from ray.serve import RunTarget
 from ray.serve.schema import ApplicationStatus
 
 from tinsmith import telemetry
 from tinsmith.config import ConfigError, ServerConfig, load
-from tinsmith.deployments.applications import application_names, applications_of
+from tinsmith.deployments.applications import JANITOR, application_names, applications_of
 from tinsmith.deployments.base_models import ServedModel, resolve_models
 from tinsmith.deployments.cluster import Cluster, ClusterError, close_cluster, open_cluster, start_serve
 from tinsmith.deployments.memory_state import start_memory_state
@@ -86,6 +87,7 @@ class Server:
         self._cluster: Cluster | None = None
         self._state: ActorHandle | None = None
         self._state_lives: ray.ObjectRef | None = None
+        self._tending: list[RunTarget] = []
 
     def start(self) -> str:
         """Answers the URL once it serves. Raises ConfigError, PortUnavailable, ClusterError, StartFailed."""
@@ -101,7 +103,9 @@ class Server:
         return url
 
     def watch(self) -> str:
-        """Return, with the reason, when the server cannot go on, or when a signal came."""
+        """Start what no request waits for; return, with the reason, when the server cannot go on. Raises StartFailed."""
+        if self._tending:
+            self._run(self._tending)
         tick = threading.Event()
         while not self._signals.came:
             tick.wait(_WATCH_S)
@@ -159,14 +163,19 @@ class Server:
             start_serve(self._config.gateway)
 
     def _deploy(self, models: Mapping[str, ServedModel]) -> int:
-        """Start all applications at once and wait for the last; answers the port that they serve."""
+        """Start gateways and workers at once and wait for the last; answers the port that they serve."""
         port = self._config.gateway.port if self._reservation is None else port_of(self._reservation)
-        blueprint = Blueprint(self._config, models, self._state)
-        serve.run_many(applications_of(blueprint, port), wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
-        tick = threading.Event()
-        while not _all_running(application_names(self._config)):
-            tick.wait(_POLL_S)
+        targets = applications_of(Blueprint(self._config, models, self._state), port)
+        self._tending = [target for target in targets if target.name == JANITOR]
+        self._run([target for target in targets if target.name != JANITOR])
         return port
+
+    def _run(self, targets: Sequence[RunTarget]) -> None:
+        """Return when all of these run. Raises StartFailed."""
+        serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+        tick = threading.Event()
+        while not _all_running([target.name for target in targets]):
+            tick.wait(_POLL_S)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

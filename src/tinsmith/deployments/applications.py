@@ -15,6 +15,7 @@ from tinsmith.deployments.sampler import Sampler
 from tinsmith.deployments.trainer import Trainer
 from tinsmith.deployments.wiring import Blueprint
 
+JANITOR = "tinsmith-janitor"  # started last: no request waits for it
 HEALTH_PERIOD_S = 2.0
 HEALTH_TIMEOUT_S = 10.0  # three misses in a row end a replica; a call that holds the interpreter lock for seconds must not
 STOP_S = 4.0  # of a replica that drains
@@ -23,7 +24,7 @@ PROXIED_REQUESTS = 20_000  # a gateway behind Serve's proxy holds at once, long 
 
 def application_names(config: ServerConfig) -> list[str]:
     workers = [f"tinsmith-{role}-{index}" for index in range(len(config.models)) for role in ("trainer", "sampler")]
-    return ["tinsmith-gateway", "tinsmith-janitor", *workers]
+    return ["tinsmith-gateway", JANITOR, *workers]
 
 
 def applications_of(blueprint: Blueprint, port: int) -> list[RunTarget]:
