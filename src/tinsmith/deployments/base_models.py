@@ -1,5 +1,6 @@
 """Facts about the base models of a configuration, from processes that resolve them. Imports no engine and no PyTorch."""
 
+import logging
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -11,7 +12,10 @@ from pydantic import BaseModel, ConfigDict
 from tinsmith.config import ConfigError, ModelConfig
 from tinsmith.protocol.sessions import BaseModelInfo
 
+_log = logging.getLogger(__name__)
+
 _RESOLVING = "tinsmith.deployments.resolving"
+WARNING = "warning: "  # begins a line of the resolving process's stderr that is passed on
 EXIT_NO_SOURCE = 2  # of the resolving process: its last line says why, and the remedy
 _FAKE_VOCAB = 49_152
 _FAKE_CONTEXT = 2_048
@@ -43,8 +47,8 @@ def resolve_models(models: Sequence[ModelConfig]) -> dict[str, ServedModel]:
 
 
 def fetch(name: str, source: str) -> BaseModelInfo:
-    """Resolve into the cache and put the tokenizer where clients on this machine find it. Raises ConfigError."""
-    return _run_resolving(name, "--source", source, "--fill-hub-cache").info
+    """Resolve into the cache. Raises ConfigError."""
+    return _run_resolving(name, "--source", source).info
 
 
 def weightless(name: str) -> ServedModel:
@@ -69,6 +73,9 @@ def _run_resolving(name: str, *options: str) -> ServedModel:
     command = [sys.executable, "-m", _RESOLVING, *options, "--", name]
     process = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - no shell
     if process.returncode == 0:
+        for line in process.stderr.splitlines():
+            if line.startswith(WARNING):
+                _log.warning("%s", line.removeprefix(WARNING))
         return ServedModel.model_validate_json(process.stdout.splitlines()[-1])
     said = (process.stderr.strip().splitlines() or ["no message"])[-1][:300]
     raise ConfigError(

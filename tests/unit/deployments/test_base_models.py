@@ -72,26 +72,28 @@ def test_a_resolving_process_that_dies_is_a_fault_too(monkeypatch: pytest.Monkey
         resolve_models([ModelConfig(name="a")])
 
 
-def test_fetching_fills_the_clients_cache_as_well(commands: list[list[str]]) -> None:
+def test_fetching_resolves_and_no_more(commands: list[list[str]]) -> None:
     assert fetch("org/model", "smollm2") == INFO
-    assert commands[0][3:] == ["--source", "smollm2", "--fill-hub-cache", "--", "org/model"]
+    assert commands[0][3:] == ["--source", "smollm2", "--", "org/model"]
 
 
 def test_a_gpu_is_used_only_where_one_is_asked_for() -> None:
     assert [device_of(0), device_of(0.5)] == ["cpu", "cuda"]
 
 
-def test_the_resolving_process_prints_the_facts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_resolving_process_prints_the_facts_and_fills_the_clients_cache(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     filled: list[BaseModelInfo] = []
     monkeypatch.setattr(resolving, "resolve", lambda source, name, cache: INFO.model_copy(update={"name": f"{source}:{name}"}))
     monkeypatch.setattr(resolving, "fill_hub_cache", filled.append)
     monkeypatch.setattr(resolving, "fastest_dtype", lambda device: {"cpu": "bf16"}[device])
     assert resolving.main(["--source", "s", "--dtype", "auto", "--", "org/model"]) == 0
     printed = json.loads(capsys.readouterr().out)
-    assert (printed["dtype"], printed["info"]["name"], filled) == ("bf16", "s:org/model", [])
-    assert resolving.main(["--fill-hub-cache", "--", "org/model"]) == 0
+    assert (printed["dtype"], printed["info"]["name"]) == ("bf16", "s:org/model")
+    assert [info.name for info in filled] == ["s:org/model"], "clients on this machine find the tokenizer"
+    assert resolving.main(["--", "org/model"]) == 0
     assert json.loads(capsys.readouterr().out)["dtype"] == "fp32"
-    assert [info.name for info in filled] == ["None:org/model"]
 
 
 def test_the_resolving_process_names_what_cannot_be_had(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,3 +103,23 @@ def test_the_resolving_process_names_what_cannot_be_had(monkeypatch: pytest.Monk
     monkeypatch.setattr(resolving, "resolve", refuse)
     assert resolving.main(["org/model"]) == base_models.EXIT_NO_SOURCE
     assert capsys.readouterr().err == "m: not there; name another\n"
+
+
+def test_a_hub_cache_that_cannot_be_written_is_a_warning(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def refuse(_: BaseModelInfo) -> None:
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(resolving, "resolve", lambda *_: INFO)
+    monkeypatch.setattr(resolving, "fill_hub_cache", refuse)
+    assert resolving.main(["org/model"]) == 0
+    said = capsys.readouterr()
+    assert said.err.startswith(base_models.WARNING)
+    assert json.loads(said.out)["info"]["name"] == "org/model"
+
+
+def test_a_warning_of_the_resolving_process_is_passed_on(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    answer = ServedModel(info=INFO, dtype="fp32").model_dump_json()
+    stderr = f"chatter\n{base_models.WARNING}no cache\n"
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 0, answer, stderr))
+    resolve_models([ModelConfig(name="org/model")])
+    assert [record.message for record in caplog.records] == ["no cache"]
