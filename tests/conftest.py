@@ -1,5 +1,9 @@
 """Fixtures that every level of the suite shares."""
 
+import gc
+import warnings
+from collections.abc import Iterator
+
 import pytest
 
 from tests import model_cache
@@ -9,3 +13,14 @@ from tinsmith.protocol.sessions import BaseModelInfo
 @pytest.fixture(scope="session")
 def tiny_model() -> BaseModelInfo:
     return model_cache.tiny_model()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def quiet_sdk() -> Iterator[None]:
+    """The SDK sends no telemetry. It leaves connections open when its clients are closed: collected here, where nobody minds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TINKER_TELEMETRY", "0")
+        yield
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()

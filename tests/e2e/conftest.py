@@ -1,7 +1,5 @@
 """The server as users start it, with SmolLM2 in fp32: once on the memory store, once on Redis."""
 
-import gc
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,17 +20,6 @@ from tinsmith.state.catalog import split_path
 
 MAX_CHUNK_LEN = 4  # datums of one request, so that a call of ten splits into three
 Weights = dict[str, "np.ndarray[tuple[int, ...], np.dtype[np.float32]]"]
-
-
-@pytest.fixture(autouse=True, scope="session")
-def quiet_sdk() -> Iterator[None]:
-    """No telemetry. The SDK leaves connections open when its clients are closed: collected here, where nobody minds."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TINKER_TELEMETRY", "0")
-        yield
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)
-        gc.collect()
 
 
 @dataclass

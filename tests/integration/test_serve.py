@@ -1,6 +1,7 @@
 """The whole server with fake engines, started once: ready, sockets, deaths of replicas, and, in the last test, its end."""
 
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -44,8 +45,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 
 @pytest.fixture
-def service(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[tinker.ServiceClient]:
-    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+def service(server: ServerProcess) -> Iterator[tinker.ServiceClient]:
     client = tinker.ServiceClient(base_url=server.url, api_key="tml-local")
     yield client
     client.close("success").result()
@@ -69,6 +69,13 @@ def step(model: tinker.TrainingClient, token: int) -> float:
 
 def created(service: tinker.ServiceClient) -> tinker.TrainingClient:
     return service.create_lora_training_client(MODEL, rank=4, seed=7).result()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
 
 
 def wait_for_new_replica(server: ServerProcess, role: str, count: int, dead: int) -> None:
@@ -196,6 +203,20 @@ def test_a_taken_port_is_refused_before_anything_starts(server: ServerProcess) -
     assert f"gateway.port: 127.0.0.1:{port} is taken by another process" in second.stderr
     assert time.monotonic() - began < 30
     assert httpx.get(f"{server.url}/api/v1/healthz").status_code == httpx.codes.OK
+
+
+def test_a_second_server_behind_serves_proxy_answers_alike(server: ServerProcess, service: tinker.ServiceClient, tmp_path: Path) -> None:
+    """Two servers of one machine, each with a cluster of its own; `ingress: serve` is the same app."""
+    config = yaml.safe_load((CONFIGS / "fake.yaml").read_text())
+    config |= {"checkpoints": {"dir": str(tmp_path)}, "gateway": {"ingress": "serve", "port": free_port()}}
+    direct = created(service)
+    with ServerProcess.start(config) as proxied:
+        assert proxied.url != server.url
+        other = tinker.ServiceClient(base_url=proxied.url, api_key="tml-local")
+        behind = created(other)
+        assert [step(behind, token) for token in (4, 5, 6)] == [step(direct, token) for token in (4, 5, 6)]
+        other.close("success").result()
+        assert proxied.stop() == 0
 
 
 def test_a_signal_ends_everything_within_its_bound(server: ServerProcess) -> None:

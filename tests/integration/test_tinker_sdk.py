@@ -1,7 +1,5 @@
 """The stock SDK against the gateway, with fake engines behind it."""
 
-import gc
-import warnings
 from collections.abc import Iterator
 
 import numpy as np
@@ -20,13 +18,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProcessServer]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TINKER_TELEMETRY", "0")
-        with serve(tmp_path_factory.mktemp("artifacts")) as running:
-            yield running
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)
-        gc.collect()
+    with serve(tmp_path_factory.mktemp("artifacts")) as running:
+        yield running
 
 
 @pytest.fixture
