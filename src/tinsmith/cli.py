@@ -12,9 +12,13 @@ from importlib.metadata import version
 from pathlib import Path
 
 from tinsmith.config import ConfigError, ServerConfig, inherited_environment, load
-from tinsmith.deployments.base_models import fetch
-from tinsmith.deployments.environment import serving_environment
-from tinsmith.deployments.preflight import faults_of, warnings_of
+
+try:
+    from tinsmith.deployments.base_models import fetch
+    from tinsmith.deployments.environment import serving_environment
+    from tinsmith.deployments.preflight import faults_of, warnings_of
+except ModuleNotFoundError as error:  # the base install holds the protocol alone
+    sys.exit(f"tinsmith: {error.name} is not installed; install the server: pip install 'tinsmith[server]'")
 
 EXIT_OK = 0
 EXIT_USAGE = 2

@@ -122,3 +122,11 @@ def test_the_command_line_imports_neither_ray_nor_pytorch() -> None:
     code = "import sys, tinsmith.cli; print([name for name in ('ray', 'torch', 'transformers') if name in sys.modules])"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert answer.stdout == "[]\n"
+
+
+def test_without_the_server_extra_the_command_says_what_to_install() -> None:
+    code = "import sys; sys.modules['redis'] = None; import tinsmith.cli"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert answer.returncode == 1
+    assert answer.stderr.startswith("tinsmith: redis")
+    assert answer.stderr.endswith("pip install 'tinsmith[server]'\n")
