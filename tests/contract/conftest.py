@@ -86,6 +86,8 @@ class MemoryState:
             *(f"record:{rid}" for rid in futures._records),
             *(f"lane:{name}" for name in logs),
             *(f"lane:{name}:{seq}" for name, log in logs.items() for seq in (*log.entries, *log.voids)),
+            *(f"quota:{name}" for name in self.store._quotas._units),
+            *(f"topic:{name}" for name, topic in self.lanes._events._topics.items() if topic.events),
         ]
 
     async def close(self) -> None:

@@ -2,7 +2,7 @@
 
 from tinsmith.protocol.errors import Category, InternalError, ReasonCode
 from tinsmith.protocol.futures import Failure, Outcome, Write
-from tinsmith.protocol.ids import Work, request_id
+from tinsmith.protocol.ids import WorkKind, request_id
 from tinsmith.protocol.training import Kind
 from tinsmith.state.lanes import (
     Acquired,
@@ -10,6 +10,7 @@ from tinsmith.state.lanes import (
     PoolEntry,
     PoolSubmission,
     Replica,
+    Role,
     Settlement,
     Submission,
     Taken,
@@ -18,12 +19,13 @@ from tinsmith.state.lanes import (
 TENANT, BASE, LANE = "local", "llama", "model-1"
 FB, OPTIM, FORWARD = Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP, Kind.FORWARD
 SAVE = Kind.SAVE_WEIGHTS
+NEVER_MS = 10**12  # a time that no test takes
 ENDED = Failure(reason=ReasonCode.SESSION_ENDED, message="the session has ended", category=Category.USER)
 REFUSED = Failure(reason=ReasonCode.VALIDATION_FAILED, message="datum 3: weights are too long", category=Category.USER)
 
 
 def rid_of(seq: int | str, lane: str = LANE, tenant: str = TENANT) -> str:
-    work = Work.SAMPLING if isinstance(seq, str) else Work.TRAINING
+    work = WorkKind.SAMPLING if isinstance(seq, str) else WorkKind.TRAINING
     return request_id(work, epoch="0123abcd", secret=b"secret", tenant=tenant, lane=lane, seq=seq)
 
 
@@ -70,8 +72,8 @@ def sample(
     )
 
 
-def replica(name: str, base: str = BASE) -> Replica:
-    return Replica(id=name, base=base, node="node-1", pid=4711, started="1700000000.5")
+def replica(name: str, base: str = BASE, role: Role = Role.TRAINER) -> Replica:
+    return Replica(id=name, base=base, node="node-1", pid=4711, started="1700000000.5", role=role)
 
 
 def completed(result: bytes = b"result", artifact: str | None = None, writes: tuple[Write, ...] = ()) -> Outcome:
@@ -79,7 +81,7 @@ def completed(result: bytes = b"result", artifact: str | None = None, writes: tu
 
 
 def failed(message: str = "boom") -> Outcome:
-    return Outcome.failed(InternalError(message), tainted=True)
+    return Outcome.failed(InternalError(message), is_tainted=True)
 
 
 def done(*seqs: int) -> list[Settlement]:

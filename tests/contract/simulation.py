@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from tests.contract.conftest import State
-from tests.contract.scenes import BASE, ENDED, FB, FORWARD, OPTIM, REFUSED, SAVE, TENANT, command, replica, sample
+from tests.contract.scenes import BASE, ENDED, FB, FORWARD, NEVER_MS, OPTIM, REFUSED, SAVE, TENANT, command, replica, sample
 from tests.fakes.lost_replies import LostReplies
 from tinsmith.protocol.errors import RequestRejected, SessionEnded, ValidationFailed
 from tinsmith.protocol.futures import FutureRecord, Outcome, Write
@@ -201,17 +201,28 @@ class Simulation:
                 return
             raise AssertionError("other content under a used seq was taken")
         answer = await self.lanes.submit(submission)
-        assert (answer.rid, answer.fresh) == (rid, False)
+        assert (answer.rid, answer.is_fresh) == (rid, False)
 
     async def _observe(self) -> None:
         """A caller looks at something: what is terminal never changes again."""
         if not self.accepted:
             return
+        if self.source.random() < 0.1:
+            await self._sweep()
         rid = self.source.choice(sorted(self.accepted))
         record = await self.lanes.look(self.accepted[rid], rid)
         assert record is not None
         if record.state.is_terminal:
             assert self.terminal.setdefault(rid, record) == record
+
+    async def _sweep(self) -> None:
+        """A janitor that finds nothing old, and one who watches: what is closed is no queue, and the work of the others is counted."""
+        await self.lanes.sweep(stuck_ms=NEVER_MS, orphan_ms=NEVER_MS)
+        for queue in await self.lanes.queues(BASE):
+            info = await self.lanes.lane(queue.lane)
+            assert queue.num_pending > 0
+            assert info is None or (info.is_open, info.num_pending) == (True, queue.num_pending)
+        self.counts["swept"] += 1
 
     async def _read_events(self) -> None:
         wake = await self.lanes.wait(self.cursors, 0)
@@ -330,7 +341,7 @@ class Simulation:
             self.deaths[entry.rid] += 1
             raise WorkerDied
         if body.startswith(FAULTY):
-            return [Settlement(entry.seq, Outcome.failed(ValidationFailed("weights: wrong length"), tainted=False))]
+            return [Settlement(entry.seq, Outcome.failed(ValidationFailed("weights: wrong length"), is_tainted=False))]
         if entry.kind.is_save:
             holding.saves[entry.seq] = holding.adapter
             return []

@@ -13,6 +13,7 @@ from tests.contract.scenes import (
     ENDED,
     FORWARD,
     LANE,
+    NEVER_MS,
     OPTIM,
     REFUSED,
     SAVE,
@@ -178,7 +179,7 @@ async def test_i4_a_terminal_record_never_changes(state: State) -> None:
         await state.lanes.void(command(seq), REFUSED)
     await state.lanes.bury("r1")
     await own(state.lanes, "r2")
-    await state.lanes.sweep(stuck_ms=0)
+    await state.lanes.sweep(stuck_ms=0, orphan_ms=NEVER_MS)
     await state.lanes.close(TENANT, LANE, ENDED)
     assert [await record_of(state.lanes, rid_of(seq)) for seq in range(4)] == before
     assert results == [None, None]
@@ -409,7 +410,7 @@ async def test_i11_a_closed_lane_leaves_nothing_but_its_records(make_state: Make
     for submission in submitted:
         assert (await record_of(state.lanes, submission.rid)).state.is_terminal
     await state.pass_ms(350)
-    await state.lanes.sweep(stuck_ms=10**9)
+    await state.lanes.sweep(stuck_ms=10**9, orphan_ms=NEVER_MS)
     assert [key for key in await state.keys() if any(name in key for name in names)] == []
     assert await state.lanes.look(TENANT, rid_of(0)) is None
 
@@ -481,4 +482,4 @@ async def check_bodies(simulation: Simulation, lane: str) -> None:
     assert info is not None
     commands = [(held.rid, held.digest) for held in simulation.submissions.values() if held.lane == lane]
     bodies = await simulation.state.lanes.bodies(commands)
-    assert (info.pending, info.held_bytes) == (0, sum(len(body) for body in bodies if body is not None))
+    assert (info.num_pending, info.held_bytes) == (0, sum(len(body) for body in bodies if body is not None))

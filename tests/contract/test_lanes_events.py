@@ -169,7 +169,7 @@ async def test_an_emptied_store_has_no_lanes(state: State) -> None:
     assert await state.lanes.replicas(BASE) == []
     assert await state.lanes.renew(replica("r1")) == []
     assert await state.lanes.pool_take(BASE, "r1", 1, 100) == []
-    assert (await state.lanes.submit(command(0))).fresh is True
+    assert (await state.lanes.submit(command(0))).is_fresh is True
     assert (await take(state.lanes, "r1", (await own(state.lanes, "r1")).token, 0)).cursor == 1
 
 

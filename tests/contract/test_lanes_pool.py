@@ -24,7 +24,7 @@ async def take(state: State, name: str, max_entries: int = 100, max_tokens: int 
 
 async def test_a_sample_is_taken_run_and_settled(state: State) -> None:
     submission = sample("s:1", body=b"prompt", tokens=7, digest="d1")
-    assert await state.lanes.pool_submit(submission) == Submitted(submission.rid, FutureState.PENDING, fresh=True)
+    assert await state.lanes.pool_submit(submission) == Submitted(submission.rid, FutureState.PENDING, is_fresh=True)
     record = await state.lanes.look(TENANT, submission.rid)
     assert record is not None
     assert (record.seq, record.kind, record.state, record.session) == ("s:1", Kind.SAMPLE, FutureState.PENDING, "session of local")
@@ -49,7 +49,7 @@ async def test_a_sample_is_taken_run_and_settled(state: State) -> None:
 @pytest.mark.proves("R31", "I3")
 async def test_a_sample_is_submitted_once(state: State) -> None:
     await submit(state, "s:1")
-    assert (await state.lanes.pool_submit(sample("s:1"))).fresh is False
+    assert (await state.lanes.pool_submit(sample("s:1"))).is_fresh is False
     with pytest.raises(RequestRejected):
         await state.lanes.pool_submit(sample("s:1", digest="other"))
     await state.lanes.renew(replica("s1"))
@@ -63,7 +63,7 @@ async def test_a_pool_holds_a_bounded_number_of_samples_a_tenant(make_state: Mak
     with pytest.raises(QuotaExceeded):
         await submit(state, "s:3")
     assert await state.lanes.look(TENANT, sample("s:3").rid) is None
-    assert (await state.lanes.pool_submit(sample("s:3", tenant="other"))).fresh is True
+    assert (await state.lanes.pool_submit(sample("s:3", tenant="other"))).is_fresh is True
 
 
 async def test_a_take_needs_a_lease(state: State) -> None:

@@ -46,11 +46,11 @@ async def test_a_completed_command_has_a_result_and_no_failure(state: State) -> 
     assert held.value == b"visible now"
     lane = await state.lanes.lane(LANE)
     assert lane is not None
-    assert lane.pending == 0
+    assert lane.num_pending == 0
 
 
 @pytest.mark.proves("R26")
-@pytest.mark.parametrize("outcome", [failed("it broke: ünïcode"), Outcome.failed(Cancelled("stopped"), tainted=False)])
+@pytest.mark.parametrize("outcome", [failed("it broke: ünïcode"), Outcome.failed(Cancelled("stopped"), is_tainted=False)])
 async def test_a_command_that_did_not_complete_has_a_failure_and_no_result(state: State, outcome: Outcome) -> None:
     await open_lane(state.lanes)
     owner = await own(state.lanes, "r1")

@@ -10,6 +10,7 @@ from tests.contract.scenes import (
     ENDED,
     FB,
     LANE,
+    NEVER_MS,
     OPTIM,
     REFUSED,
     TENANT,
@@ -34,11 +35,11 @@ from tinsmith.state.lanes import Fenced, Submitted
 async def test_entry_0_creates_the_lane_together_with_its_records(state: State) -> None:
     write = Write(f"{TENANT}/models", LANE, b"a model")
     answer = await state.lanes.submit(command(0, body=b"create", writes=(write,)))
-    assert answer == Submitted(rid_of(0), FutureState.PENDING, fresh=True)
+    assert answer == Submitted(rid_of(0), FutureState.PENDING, is_fresh=True)
     lane = await state.lanes.lane(LANE)
     assert lane is not None
     assert (lane.tenant, lane.base, lane.is_open, lane.owner, lane.durable, lane.snapshot) == (TENANT, BASE, True, None, -1, None)
-    assert (lane.pending, lane.held_bytes, lane.high) == (1, len(b"create"), 0)
+    assert (lane.num_pending, lane.held_bytes, lane.last_seq) == (1, len(b"create"), 0)
     record = await state.store.get(f"{TENANT}/models", LANE)
     assert record is not None
     assert record.value == b"a model"
@@ -76,7 +77,7 @@ async def test_a_repeat_answers_the_first_id_and_changes_nothing(state: State) -
     first = await state.lanes.submit(command(1, writes=(write,)))
     lane = await state.lanes.lane(LANE)
     repeat = await state.lanes.submit(command(1, writes=(write,)))
-    assert (first.fresh, repeat.fresh) == (True, False)
+    assert (first.is_fresh, repeat.is_fresh) == (True, False)
     assert (first.rid, first.state) == (repeat.rid, repeat.state)
     assert await state.lanes.lane(LANE) == lane
     record = await state.store.get("t", "x")
@@ -90,11 +91,11 @@ async def test_a_repeat_long_after_finds_the_record_as_it_is_now(state: State) -
     owner = await own(state.lanes, "r1")
     await run_up_to(state.lanes, "r1", owner.token, 1)
     await state.lanes.commit_snapshot(LANE, "r1", owner.token, 1, "snapshot-1")
-    assert await state.lanes.submit(command(1)) == Submitted(rid_of(1), FutureState.COMPLETED, fresh=False)
-    assert await state.lanes.submit(command(0)) == Submitted(rid_of(0), FutureState.COMPLETED, fresh=False)
+    assert await state.lanes.submit(command(1)) == Submitted(rid_of(1), FutureState.COMPLETED, is_fresh=False)
+    assert await state.lanes.submit(command(0)) == Submitted(rid_of(0), FutureState.COMPLETED, is_fresh=False)
     lane = await state.lanes.lane(LANE)
     assert lane is not None
-    assert (lane.pending, lane.held_bytes) == (0, 0)
+    assert (lane.num_pending, lane.held_bytes) == (0, 0)
 
 
 @pytest.mark.proves("R31")
@@ -102,11 +103,11 @@ async def test_the_same_seq_twice_at_once_is_one_command(state: State) -> None:
     await open_lane(state.lanes)
     handles = [await state.connect() for _ in range(5)]
     answers = await asyncio.gather(*(lanes.submit(command(1)) for _, lanes in handles))
-    assert sorted(answer.fresh for answer in answers) == [False] * 4 + [True]
+    assert sorted(answer.is_fresh for answer in answers) == [False] * 4 + [True]
     assert {answer.rid for answer in answers} == {rid_of(1)}
     lane = await state.lanes.lane(LANE)
     assert lane is not None
-    assert lane.pending == 2
+    assert lane.num_pending == 2
 
 
 @pytest.mark.proves("R31")
@@ -151,10 +152,10 @@ async def test_a_lane_holds_a_bounded_number_of_pending_commands(make_state: Mak
     assert await state.lanes.look(TENANT, rid_of(3)) is None
     assert await state.store.get("t", "x") is None
     assert [key for key in sorted(await state.keys()) if "body" not in key] == [key for key in keys if "body" not in key]
-    assert (await state.lanes.submit(command(2))).fresh is False  # a repeat needs no room
+    assert (await state.lanes.submit(command(2))).is_fresh is False  # a repeat needs no room
     owner = await own(state.lanes, "r1")
     await run_up_to(state.lanes, "r1", owner.token, 0)
-    assert (await state.lanes.submit(command(3))).fresh is True
+    assert (await state.lanes.submit(command(3))).is_fresh is True
 
 
 @pytest.mark.proves("I7")
@@ -166,13 +167,13 @@ async def test_a_tenant_holds_a_bounded_number_of_bytes(make_state: MakeState) -
         await state.lanes.submit(command(2, body=b"b" * 500))
     with pytest.raises(QuotaExceeded):
         await state.lanes.pool_submit(sample("s:1", body=b"b" * 500))
-    assert (await state.lanes.submit(command(0, lane="other", tenant="other", body=b"b" * 500))).fresh is True
+    assert (await state.lanes.submit(command(0, lane="other", tenant="other", body=b"b" * 500))).is_fresh is True
     owner = await own(state.lanes, "r1")
     taken = await take(state.lanes, "r1", owner.token, 0, max_commands=2)
     assert taken.held_bytes == 600
     await state.lanes.settle(LANE, "r1", owner.token, done(0))
     assert await state.lanes.cancel(TENANT, rid_of(1)) is FutureState.CANCELLED
-    assert (await state.lanes.submit(command(2, body=b"b" * 500))).fresh is True
+    assert (await state.lanes.submit(command(2, body=b"b" * 500))).is_fresh is True
 
 
 @pytest.mark.proves("I7")
@@ -186,15 +187,15 @@ async def test_results_count_against_the_tenant_until_they_are_freed(make_state:
         await state.lanes.pool_submit(sample("s:2", body=b"b" * 200))
     assert await state.lanes.result(TENANT, entry.rid) == b"r" * 900
     await state.pass_ms(150)
-    assert (await state.lanes.sweep(stuck_ms=1_000_000)).results == 1
-    assert (await state.lanes.pool_submit(sample("s:2", body=b"b" * 200))).fresh is True
+    assert (await state.lanes.sweep(stuck_ms=1_000_000, orphan_ms=NEVER_MS)).num_results == 1
+    assert (await state.lanes.pool_submit(sample("s:2", body=b"b" * 200))).is_fresh is True
 
 
 @pytest.mark.proves("R28", "R66")
 async def test_a_refusal_is_a_failed_future_and_no_hole(state: State) -> None:
     await open_lane(state.lanes, command(1), command(3))
     answer = await state.lanes.void(command(2, body=b"ignored"), REFUSED)
-    assert answer == Submitted(rid_of(2), FutureState.FAILED, fresh=True)
+    assert answer == Submitted(rid_of(2), FutureState.FAILED, is_fresh=True)
     record = await state.lanes.look(TENANT, rid_of(2))
     assert record is not None
     assert record.failure == REFUSED
@@ -210,12 +211,12 @@ async def test_a_refusal_is_a_failed_future_and_no_hole(state: State) -> None:
 async def test_a_refusal_is_repeatable_and_uses_up_its_seq(state: State) -> None:
     await open_lane(state.lanes)
     await state.lanes.void(command(1), REFUSED)
-    assert await state.lanes.void(command(1), REFUSED) == Submitted(rid_of(1), FutureState.FAILED, fresh=False)
+    assert await state.lanes.void(command(1), REFUSED) == Submitted(rid_of(1), FutureState.FAILED, is_fresh=False)
     with pytest.raises(RequestRejected):
         await state.lanes.submit(command(1, digest="mended"))
     lane = await state.lanes.lane(LANE)
     assert lane is not None
-    assert lane.pending == 1
+    assert lane.num_pending == 1
 
 
 async def test_a_refused_barrier_proves_that_lower_seqs_are_final(state: State) -> None:
@@ -265,7 +266,7 @@ async def test_close_fails_what_is_open_and_fences_the_owner(state: State) -> No
     assert await state.lanes.acquire(LANE, "r1") is None
     lane = await state.lanes.lane(LANE)
     assert lane is not None
-    assert (lane.is_open, lane.pending, lane.held_bytes) == (False, 0, 0)
+    assert (lane.is_open, lane.num_pending, lane.held_bytes) == (False, 0, 0)
     record = await state.store.get("t", "x")
     assert record is not None
 

@@ -195,14 +195,14 @@ async def test_a_late_arrival_of_a_given_up_seq_fails_at_birth(state: State) -> 
     await run_up_to(state.lanes, "r1", owner.token, 3)
     before = await state.lanes.lane(LANE)
     late = await state.lanes.submit(command(1))
-    assert (late.state, late.fresh) == (FutureState.FAILED, True)
+    assert (late.state, late.is_fresh) == (FutureState.FAILED, True)
     record = await state.lanes.look(TENANT, late.rid)
     assert record is not None
     assert record.failure is not None
     assert record.failure.reason is ReasonCode.REQUEST_REJECTED
     assert "its turn was given up" in record.failure.message
     assert await state.lanes.lane(LANE) == before
-    assert (await state.lanes.submit(command(1))).fresh is False
+    assert (await state.lanes.submit(command(1))).is_fresh is False
     assert await state.lanes.bodies([(late.rid, command(1).digest)]) == [None]
     await state.lanes.void(command(2), record.failure)
     assert seqs(await take(state.lanes, "r1", owner.token, 4)) == [4]

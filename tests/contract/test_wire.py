@@ -91,7 +91,9 @@ def test_we_read_what_the_sdk_sends(forward_only):
 
 def test_the_sdk_reads_our_stored_commands():
     command = wire.decode_forward_backward(forward_backward_request_to_proto(sdk_request()).SerializeToString()).compute
-    parsed = theirs.ForwardBackwardRequest.FromString(wire.encode_command(command))
+    stored = wire.encode_command(command)
+    end_of_head = 4 + int.from_bytes(stored[:4], "little")
+    parsed = theirs.ForwardBackwardRequest.FromString(stored[end_of_head:])
     assert len(parsed.data) == 2
     assert parsed.data[0].loss_fn_inputs["target_tokens"].dtype == theirs.DTYPE_INT64
 

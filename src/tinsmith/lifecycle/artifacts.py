@@ -1,8 +1,8 @@
 """The sweep of artifacts: which of those on disk somebody may still want, and the end of the others.
 
-Wanted is what a checkpoint's record names, a sampler's record while its session lives, the snapshot of an open lane, and what a load that
-a replay may run again has pinned. The rest is left over: what a fenced owner wrote, a snapshot that was not committed or whose lane is
-closed, a checkpoint that was overwritten, the ephemeral save of a session that has ended.
+Wanted is what a checkpoint's record names until it expires, a sampler's record while its session lives, the snapshot of an open lane, and
+what a load that a replay may run again has pinned. The rest is left over: what a fenced owner wrote, a snapshot that was not committed or
+whose lane is closed, a checkpoint that was overwritten, the ephemeral save of a session that has ended.
 
 Two rules keep what is on its way to a name. An artifact is young for `min_age_s`, which covers the time from its writing to its settle. And
 it goes only if two passes in a row found no name for it, since a name may travel: a gateway that has read a checkpoint's record is about
@@ -62,11 +62,12 @@ class ArtifactSweep:
     async def _unnamed(self) -> set[str]:
         live: set[str] = set()
         models: set[str] = set()
+        now_ms = await self._store.now_ms()
         for tenant in await self._catalog.tenants():
             pinned = await self._catalog.pins(tenant)  # before the models: a load may bring its own
             records = await self._catalog.models(tenant)
             lanes = await self._open_lanes(records)
-            live |= await self._named(tenant)
+            live |= await self._named(tenant, now_ms)
             live |= {info.snapshot for info in lanes.values() if info.snapshot is not None}
             models |= {model_folder(tenant, record.model_id) for record in records}
             for pin in pinned:
@@ -80,11 +81,12 @@ class ArtifactSweep:
         infos = [await self._lanes.lane(model.model_id) for model in models if model.ended_ms is None]
         return {info.lane: info for info in infos if info is not None and info.is_open}
 
-    async def _named(self, tenant: str) -> set[str]:
+    async def _named(self, tenant: str, now_ms: int) -> set[str]:
         """What the tenant's checkpoints and samplers name."""
         ended = {record.session_id for record in await self._catalog.sessions(tenant) if record.ended_ms is not None}
         samplers = [record for record in await self._catalog.samplers(tenant) if record.session_id not in ended]
-        kept = {record.artifact for record in await self._catalog.checkpoints(tenant)}
+        checkpoints = await self._catalog.checkpoints(tenant)
+        kept = {record.artifact for record in checkpoints if record.expires_ms is None or record.expires_ms > now_ms}
         return kept | {record.artifact for record in samplers if record.artifact is not None}
 
     def _delete(self, artifacts: Collection[str]) -> int:

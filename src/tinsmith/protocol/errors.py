@@ -74,7 +74,7 @@ class TinsmithError(Exception):
         super().__init__(message)
         self.message = message
 
-    def __reduce__(self) -> tuple[type["TinsmithError"], tuple[str]]:
+    def __reduce__(self) -> tuple[type["TinsmithError"], tuple[object, ...]]:
         return (type(self), (self.message,))
 
 
@@ -119,11 +119,29 @@ class InputTokensExceeded(UserError):
 
 
 class ValidationFailed(UserError):
+    """`details`: one line a fault, where the request as a whole was checked."""
+
     reason, status = ReasonCode.VALIDATION_FAILED, 422
+
+    def __init__(self, message: str, details: list[str] | None = None) -> None:
+        super().__init__(message)
+        self.details = details
+
+    def __reduce__(self) -> tuple[type["TinsmithError"], tuple[object, ...]]:
+        return (type(self), (self.message, self.details))
 
 
 class RateLimited(UserError):
+    """`retry_after_s`: when the budget will hold what was asked for, where that is known."""
+
     reason, status = ReasonCode.RATE_LIMIT_EXCEEDED, 429
+
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+    def __reduce__(self) -> tuple[type["TinsmithError"], tuple[object, ...]]:
+        return (type(self), (self.message, self.retry_after_s))
 
 
 class QuotaExceeded(UserError):

@@ -93,13 +93,13 @@ class Write:
 class Outcome:
     """What running one command came to. Exactly one of result and failure is set.
 
-    tainted: the adapter may hold half an effect and must be rebuilt before the next command of its lane.
+    is_tainted: the adapter may hold half an effect and must be rebuilt before the next command of its lane.
     artifact: the durable artifact that a save made. writes: records that the settle makes visible.
     """
 
     result: bytes | None = None
     failure: Failure | None = None
-    tainted: bool = False
+    is_tainted: bool = False
     artifact: str | None = None
     writes: tuple[Write, ...] = field(default=())
 
@@ -114,5 +114,5 @@ class Outcome:
         return State.CANCELLED if self.failure.reason is ReasonCode.CANCELLED else State.FAILED
 
     @classmethod
-    def failed(cls, error: BaseException, *, tainted: bool) -> "Outcome":
-        return cls(failure=Failure.of(error), tainted=tainted)
+    def failed(cls, error: BaseException, *, is_tainted: bool) -> "Outcome":
+        return cls(failure=Failure.of(error), is_tainted=is_tainted)

@@ -23,7 +23,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _REQUEST_ID = re.compile(r"([tsc])([0-9a-f]{8})([0-9a-f]{24})([0-9a-f]{8})")
 
 
-class Work(StrEnum):
+class WorkKind(StrEnum):
     """What kind of work a request id stands for: its first letter."""
 
     TRAINING = "t"
@@ -33,15 +33,15 @@ class Work(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RequestId:
-    """A request id taken apart. `genuine` is meaningful only for an id of the running epoch."""
+    """A request id taken apart. `is_genuine` is meaningful only for an id of the running epoch."""
 
     text: str
-    work: Work
+    work: WorkKind
     epoch: str
-    genuine: bool
+    is_genuine: bool
 
 
-def request_id(work: Work, *, epoch: str, secret: bytes, tenant: str, lane: str, seq: int | str) -> str:
+def request_id(work: WorkKind, *, epoch: str, secret: bytes, tenant: str, lane: str, seq: int | str) -> str:
     """The id of the command with natural key (lane, seq). `epoch` is 8 hex digits."""
     body = work.value + epoch + _mac(secret, f"lane\0{lane}\0{seq}")[:24]
     return body + _mac(secret, f"tenant\0{tenant}\0{body}")[:8]
@@ -54,7 +54,7 @@ def parse_request_id(text: str, *, secret: bytes, tenant: str) -> RequestId | No
         return None
     work, epoch, _, check = match.groups()
     expected = _mac(secret, f"tenant\0{tenant}\0{text[:-8]}")[:8]
-    return RequestId(text, Work(work), epoch, hmac.compare_digest(check, expected))
+    return RequestId(text, WorkKind(work), epoch, hmac.compare_digest(check, expected))
 
 
 def model_id(session_id: str, model_seq_id: int) -> str:

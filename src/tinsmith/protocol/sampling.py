@@ -13,6 +13,7 @@ from tinsmith.protocol.training import Kind, Message
 MAX_NUM_SAMPLES = 1024
 MAX_TOP_K = 1024  # of returned alternatives, not of the sampling filter
 MAX_STOPS = 64
+MAX_STOP_CHARACTERS = 256  # of one stop string
 
 
 class SamplingParams(Message):

@@ -4,7 +4,12 @@ from enum import StrEnum
 
 from pydantic import BaseModel, ConfigDict
 
-from tinsmith.protocol.training import LoraConfig
+from tinsmith.protocol.training import LoraConfig, LrSchedule, OptimizerParams
+
+MAX_TAGS = 64  # of a session
+MAX_TEXT = 1024  # characters of a tag or a name that is shown
+MIN_TTL_S = 3600  # of a checkpoint
+MAX_TTL_S = 10 * 365 * 24 * 3600
 
 
 class Kept(BaseModel):
@@ -37,13 +42,15 @@ class SessionRecord(Kept):
 
 
 class ModelRecord(Kept):
-    """A training run; its id is also the id of its lane."""
+    """A training run; its id is also the id of its lane. `optimizer` and `schedule`: of the steps that name none (native face)."""
 
     tenant: str
     session_id: str
     model_id: str
     base_model: str
     lora: LoraConfig
+    optimizer: OptimizerParams | None = None
+    schedule: LrSchedule | None = None
     created_ms: int
     user_metadata: dict[str, str] | None = None
     ended_ms: int | None = None
@@ -69,7 +76,8 @@ class CheckpointKind(StrEnum):
 
 
 class CheckpointRecord(Kept):
-    """A named, durable artifact. Its catalog id is "<run>/<kind>/<name>"."""
+    """A named, durable artifact. Its catalog id is "<run>/<kind>/<name>". `size_bytes` None: not measured here; the artifact's
+    manifest knows."""
 
     tenant: str
     session_id: str
@@ -79,8 +87,10 @@ class CheckpointRecord(Kept):
     artifact: str
     base_model: str
     lora: LoraConfig
+    optimizer: OptimizerParams | None = None
+    schedule: LrSchedule | None = None
     created_ms: int
-    size_bytes: int
+    size_bytes: int | None
     expires_ms: int | None = None
     user_metadata: dict[str, str] | None = None
 

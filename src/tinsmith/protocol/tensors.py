@@ -45,23 +45,27 @@ class Tensor:
     def check(self, field: str) -> "Tensor":
         """Return self if shape, byte counts and indices agree; else ValidationFailed naming `field`."""
         if any(dim < 0 for dim in self.shape):
-            raise ValidationFailed(f"{field}: shape {list(self.shape)} has a negative dimension")
+            raise ValidationFailed(f"{field}: shape {list(self.shape)} has a negative dimension; send the shape of the data")
         elements = math.prod(self.shape)
         if elements > MAX_ELEMENTS:
-            raise ValidationFailed(f"{field}: shape {list(self.shape)} has {elements} elements, the bound is {MAX_ELEMENTS}")
+            raise ValidationFailed(
+                f"{field}: shape {list(self.shape)} has {elements} elements, the bound is {MAX_ELEMENTS}; send smaller chunks"
+            )
         if len(self.data) % self.dtype.itemsize:
-            raise ValidationFailed(f"{field}: {len(self.data)} bytes are no whole number of {self.dtype} elements")
+            raise ValidationFailed(f"{field}: {len(self.data)} bytes are no whole number of {self.dtype} elements; send all of them")
         held = len(self.data) // self.dtype.itemsize
         if self.csr is None:
             if held != elements:
-                raise ValidationFailed(f"{field}: shape {list(self.shape)} needs {elements} elements, {held} were sent")
+                raise ValidationFailed(
+                    f"{field}: shape {list(self.shape)} needs {elements} elements, {held} were sent; send the shape of the data"
+                )
             return self
         self._check_csr(field, self.csr, held)
         return self
 
     def _check_csr(self, field: str, csr: Csr, nnz: int) -> None:
         if len(self.shape) != 2:
-            raise ValidationFailed(f"{field}: a sparse tensor needs a shape of rank 2, got {list(self.shape)}")
+            raise ValidationFailed(f"{field}: a sparse tensor needs a shape of rank 2, got {list(self.shape)}; send it dense")
         if len(csr.crow) % 8 or len(csr.col) % 8:
             raise ValidationFailed(f"{field}: sparse indices must be int64")
         rows, columns = self.shape

@@ -4,11 +4,12 @@ A command is data: it lies in the store as bytes (`wire.encode_command`) and may
 holds everything that its effect depends on, drawn randomness included.
 """
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tinsmith.protocol.inputs import Datum
 from tinsmith.protocol.tensors import Tensor
@@ -24,7 +25,9 @@ class Kind(StrEnum):
     LOAD_WEIGHTS = "load_weights"
     FORWARD = "forward"
     FORWARD_BACKWARD = "forward_backward"
+    EVALUATE = "evaluate"
     OPTIM_STEP = "optim_step"
+    TRAIN_STEP = "train_step"
     SAVE_WEIGHTS = "save_weights"
     SAVE_WEIGHTS_FOR_SAMPLER = "save_weights_for_sampler"
     SAMPLE = "sample"
@@ -41,13 +44,13 @@ class Kind(StrEnum):
     @property
     def is_replayed(self) -> bool:
         """True for the kinds that leave an effect in the adapter and so are run again after a restore."""
-        return self in (Kind.CREATE_MODEL, Kind.LOAD_WEIGHTS, Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP)
+        return self in (Kind.CREATE_MODEL, Kind.LOAD_WEIGHTS, Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP, Kind.TRAIN_STEP)
 
 
 class Message(BaseModel):
-    """Base of the JSON-borne messages: frozen, closed to unknown fields."""
+    """Base of the JSON-borne messages: frozen, closed to unknown fields, and strict: no text or boolean passes for a number."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
 
 class LoraConfig(Message):
@@ -61,14 +64,57 @@ class LoraConfig(Message):
 
 
 class AdamParams(Message):
-    """AdamW as torch.optim.AdamW computes it; `grad_clip_norm` 0 is off. The defaults are the wire's."""
+    """AdamW as torch.optim.AdamW computes it; `grad_clip_norm` 0 is off. The defaults are the Tinker wire's."""
 
+    type: Literal["adamw"] = "adamw"
     learning_rate: float = Field(default=1e-4, ge=0)
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.95, ge=0, lt=1)
     eps: float = Field(default=1e-12, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
     grad_clip_norm: float = Field(default=0.0, ge=0)
+
+
+class SgdParams(Message):
+    """SGD as torch.optim.SGD computes it (dampening 0); `grad_clip_norm` 0 is off."""
+
+    type: Literal["sgd"] = "sgd"
+    learning_rate: float = Field(default=1e-2, ge=0)
+    momentum: float = Field(default=0.0, ge=0, lt=1)
+    weight_decay: float = Field(default=0.0, ge=0)
+    grad_clip_norm: float = Field(default=0.0, ge=0)
+
+
+OptimizerParams = Annotated[AdamParams | SgdParams, Field(discriminator="type")]
+
+
+class LrSchedule(Message):
+    """What the learning rate of a step is multiplied with.
+
+    The first `warmup_steps` steps rise linearly to 1. From there `linear` and `cosine` fall to `final_fraction` at step `total_steps`
+    and stay there; `constant` stays at 1.
+    """
+
+    kind: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = Field(default=0, ge=0)
+    total_steps: int | None = Field(default=None, ge=1)
+    final_fraction: float = Field(default=0.0, ge=0, le=1)
+
+    @model_validator(mode="after")
+    def _is_sound(self) -> Self:
+        if self.kind != "constant" and (self.total_steps is None or self.total_steps <= self.warmup_steps):
+            raise ValueError(f"total_steps: a {self.kind} schedule needs one above its {self.warmup_steps} warmup_steps")
+        return self
+
+    def factor(self, num_steps: int) -> float:
+        """The factor of the next step after `num_steps` steps were taken."""
+        if num_steps < self.warmup_steps:
+            return (num_steps + 1) / self.warmup_steps
+        if self.kind == "constant" or self.total_steps is None:
+            return 1.0
+        progress = min(1.0, (num_steps - self.warmup_steps) / (self.total_steps - self.warmup_steps))
+        remaining = 1.0 - progress if self.kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+        return self.final_fraction + (1.0 - self.final_fraction) * remaining
 
 
 class CreateModel(Message):
@@ -87,8 +133,11 @@ class LoadWeights(Message):
 
 
 class OptimStep(Message):
+    """One optimizer step. `schedule` scales its learning rate by the number of steps that the adapter has taken."""
+
     kind: ClassVar[Kind] = Kind.OPTIM_STEP
-    adam: AdamParams
+    optimizer: OptimizerParams
+    schedule: LrSchedule | None = None
 
 
 class SaveWeights(Message):
@@ -114,15 +163,23 @@ class SaveWeightsForSampler(Message):
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """forward (`backward` False) or forward_backward over `data` with a loss of protocol/losses.py; losses are sums."""
+    """A pass over `data` with a loss of protocol/losses.py; losses are sums.
+
+    `backward`: forward_backward, else forward. `metrics_only`: an evaluation, whose answer holds no value a token (never with
+    `backward`). `micro_batch_tokens`: padded tokens of one pass, in place of the engine's own bound.
+    """
 
     data: tuple[Datum, ...]
     loss_fn: str
     loss_fn_config: dict[str, float | str]
     backward: bool
+    metrics_only: bool = False
+    micro_batch_tokens: int | None = None
 
     @property
     def kind(self) -> Kind:
+        if self.metrics_only:
+            return Kind.EVALUATE
         return Kind.FORWARD_BACKWARD if self.backward else Kind.FORWARD
 
     @property
@@ -130,16 +187,32 @@ class Compute:
         return sum(len(datum.model_input) for datum in self.data)
 
 
-EngineCommand = Compute | OptimStep
-TrainingCommand = CreateModel | LoadWeights | Compute | OptimStep | SaveWeights | SaveWeightsForSampler
+@dataclass(frozen=True, slots=True)
+class TrainStep:
+    """forward_backward and optim_step in one command: both take effect, or neither does."""
+
+    kind: ClassVar[Kind] = Kind.TRAIN_STEP
+    compute: Compute
+    step: OptimStep
+
+    @property
+    def num_tokens(self) -> int:
+        return self.compute.num_tokens
+
+
+EngineCommand = Compute | OptimStep | TrainStep
+TrainingCommand = CreateModel | LoadWeights | Compute | OptimStep | TrainStep | SaveWeights | SaveWeightsForSampler
 
 
 @dataclass(frozen=True, slots=True)
 class ComputeOutput:
-    """`logprobs[i]` is float32 with the shape of datum i's target_tokens; metric keys carry exactly one ':' (name:reducer)."""
+    """`logprobs[i]` is float32 with the shape of datum i's target_tokens; `embeddings[i]` float32 [hidden size], of the losses that have
+    them (`LossSpec.output`). An evaluation has neither. Metric keys carry exactly one ':' (name:reducer). The answer to a train_step
+    holds the metrics of its optim_step too."""
 
     logprobs: tuple[Tensor, ...]
     metrics: dict[str, float]
+    embeddings: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

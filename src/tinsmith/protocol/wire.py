@@ -13,7 +13,7 @@ import json
 from array import array
 from base64 import b64decode, b64encode
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise
 from math import isnan, nan, prod
 
@@ -36,6 +36,7 @@ from tinsmith.protocol.training import (
     SaveWeights,
     SaveWeightsForSampler,
     TrainingCommand,
+    TrainStep,
 )
 from tinsmith.protocol.wire_bounds import MAX_DECODED, MAX_ZSTD_WINDOW, check_forward_backward
 
@@ -49,6 +50,8 @@ _STOP_OF_WIRE = {wire: stop for stop, wire in _STOP_TO_WIRE.items()}
 _JSON_COMMANDS: dict[Kind, type[CreateModel | LoadWeights | OptimStep | SaveWeights | SaveWeightsForSampler]] = {
     model.kind: model for model in (CreateModel, LoadWeights, OptimStep, SaveWeights, SaveWeightsForSampler)
 }
+_COMPUTES = frozenset({Kind.FORWARD, Kind.FORWARD_BACKWARD, Kind.EVALUATE, Kind.TRAIN_STEP})
+_FRAME = 4  # bytes of a frame's length
 
 
 # Commands, as they lie in the store.
@@ -56,16 +59,21 @@ _JSON_COMMANDS: dict[Kind, type[CreateModel | LoadWeights | OptimStep | SaveWeig
 
 def encode_command(command: TrainingCommand | Sample) -> bytes:
     """Deterministic; `decode_command` gives back an equal command."""
-    if isinstance(command, Compute):
-        return _compute_message(command).SerializeToString(deterministic=True)
-    if isinstance(command, Sample):
-        return _encode_sample(command)
-    return _canonical_json(command)
+    match command:
+        case Compute():
+            return _framed(_compute_head(command), _compute_message(command))
+        case TrainStep():
+            head = _compute_head(command.compute) | {"step": command.step.model_dump(mode="json")}
+            return _framed(head, _compute_message(command.compute))
+        case Sample():
+            return _encode_sample(command)
+        case _:
+            return _canonical_json(command)
 
 
 def decode_command(kind: Kind, body: bytes) -> TrainingCommand | Sample:
-    if kind in (Kind.FORWARD, Kind.FORWARD_BACKWARD):
-        return _compute(pb.ForwardBackwardRequest.FromString(body))
+    if kind in _COMPUTES:
+        return _decode_framed(body)
     if kind is Kind.SAMPLE:
         return _decode_sample(body)
     return _JSON_COMMANDS[kind].model_validate_json(body)
@@ -84,7 +92,31 @@ def digest_of(kind: Kind, encoded: bytes) -> str:
 
 
 def _canonical_json(command: Message) -> bytes:
-    return json.dumps(command.model_dump(mode="json"), sort_keys=True, separators=(",", ":")).encode()
+    return _json(command.model_dump(mode="json"))
+
+
+def _json(tree: object) -> bytes:
+    return json.dumps(tree, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _compute_head(command: Compute) -> dict[str, object]:
+    """What the Tinker wire has no field for; only what is not the default, so that an old body and a new one are the same bytes."""
+    asked = {"metrics_only": command.metrics_only, "micro_batch_tokens": command.micro_batch_tokens}
+    return {name: value for name, value in asked.items() if value}
+
+
+def _framed(head: dict[str, object], message: pb.ForwardBackwardRequest) -> bytes:
+    """Length of the head (uint32, little-endian), the head as JSON, the message."""
+    encoded = _json(head)
+    return b"".join((len(encoded).to_bytes(_FRAME, "little"), encoded, message.SerializeToString(deterministic=True)))
+
+
+def _decode_framed(body: bytes) -> Compute | TrainStep:
+    end = _FRAME + int.from_bytes(body[:_FRAME], "little")
+    head = json.loads(body[_FRAME:end])
+    step = head.pop("step", None)
+    compute = replace(_compute(pb.ForwardBackwardRequest.FromString(body[end:])), **head)
+    return compute if step is None else TrainStep(compute, OptimStep.model_validate(step))
 
 
 def _encode_sample(sample: Sample) -> bytes:
@@ -102,7 +134,7 @@ def _encode_sample(sample: Sample) -> bytes:
 def _decode_sample(body: bytes) -> Sample:
     header = json.loads(body)
     prompt = ModelInput(tuple(TextChunk(b64decode(tokens)) for tokens in header.pop("prompt")))
-    return Sample(prompt=prompt, params=SamplingParams.model_validate(header.pop("params")), **header)
+    return Sample(prompt=prompt, params=SamplingParams.model_validate(header.pop("params"), strict=False), **header)
 
 
 # forward and forward_backward.
@@ -206,7 +238,7 @@ def _chunk(message: pb.Chunk, field: str) -> TextChunk:
         raise ValidationFailed(f"{field}: a chunk of kind {kind or 'none'} is not supported here; send encoded_text chunks")
     tokens = message.encoded_text.tokens
     if len(tokens) % 4:
-        raise ValidationFailed(f"{field}: {len(tokens)} bytes are no whole number of int32 tokens")
+        raise ValidationFailed(f"{field}: {len(tokens)} bytes are no whole number of int32 tokens; send 4 bytes a token")
     return TextChunk(tokens)
 
 
@@ -238,15 +270,16 @@ def _tensor(message: pb.Tensor, field: str) -> Tensor:
 def encode_compute_output(output: ComputeOutput) -> bytes:
     """A ForwardBackwardOutput with one record a datum in order; neighbours of equal trailing shape share an array record."""
     message = pb.ForwardBackwardOutput(loss_fn_output_type=ARRAY_RECORD, metrics=output.metrics)
-    for trailing, tensors in groupby(output.logprobs, key=lambda tensor: tensor.shape[1:]):
-        _write_record(message.loss_fn_outputs.add(), trailing, list(tensors))
+    for name, outputs in (("logprobs", output.logprobs), ("embeddings", output.embeddings)):
+        for trailing, tensors in groupby(outputs, key=lambda tensor: tensor.shape[1:]):
+            _write_record(message.loss_fn_outputs.add(), name, trailing, list(tensors))
     return message.SerializeToString(deterministic=True)
 
 
-def _write_record(record: pb.ArrayRecord, trailing: tuple[int, ...], tensors: Sequence[Tensor]) -> None:
+def _write_record(record: pb.ArrayRecord, name: str, trailing: tuple[int, ...], tensors: Sequence[Tensor]) -> None:
     record.type_tag = ARRAY_RECORD
     record.num_datums = len(tensors)
-    field = record.fields["logprobs"]
+    field = record.fields[name]
     field.dtype = _DTYPE_TO_WIRE[DType.FLOAT32]
     field.data = b"".join(tensor.data for tensor in tensors)
     field.offsets = array("q", accumulate((len(tensor.data) for tensor in tensors), initial=0)).tobytes()
@@ -256,8 +289,12 @@ def _write_record(record: pb.ArrayRecord, trailing: tuple[int, ...], tensors: Se
 def decode_compute_output(encoded: bytes) -> ComputeOutput:
     """What `encode_compute_output` was given."""
     message = pb.ForwardBackwardOutput.FromString(encoded)
-    logprobs = [tensor for record in message.loss_fn_outputs for tensor in _record_tensors(record.fields["logprobs"])]
-    return ComputeOutput(tuple(logprobs), dict(message.metrics))
+    return ComputeOutput(_outputs(message, "logprobs"), dict(message.metrics), _outputs(message, "embeddings"))
+
+
+def _outputs(message: pb.ForwardBackwardOutput, name: str) -> tuple[Tensor, ...]:
+    records = [record for record in message.loss_fn_outputs if name in record.fields]
+    return tuple(tensor for record in records for tensor in _record_tensors(record.fields[name]))
 
 
 def _record_tensors(field: pb.BatchedTensor) -> list[Tensor]:
@@ -273,8 +310,9 @@ def compute_output_json(encoded: bytes) -> bytes:
     """The JSON form of an encoded ForwardBackwardOutput, for SDKs that read no protobuf (they do read Python's Infinity and NaN)."""
     output = decode_compute_output(encoded)
     records = [
-        {"logprobs": {"data": float32_values(tensor.data).tolist(), "dtype": tensor.dtype, "shape": tensor.shape}}
-        for tensor in output.logprobs
+        {name: {"data": float32_values(tensor.data).tolist(), "dtype": tensor.dtype, "shape": tensor.shape}}
+        for name, tensors in (("logprobs", output.logprobs), ("embeddings", output.embeddings))
+        for tensor in tensors
     ]
     return json.dumps({"loss_fn_output_type": ARRAY_RECORD, "loss_fn_outputs": records, "metrics": output.metrics}).encode()
 

@@ -22,6 +22,11 @@ def model_write(record: ModelRecord) -> Write:
     return _write(f"{record.tenant}/models", record.model_id, record)
 
 
+def ended_model_writes(record: ModelRecord) -> tuple[Write, ...]:
+    """Ended models lie apart, so that who looks after the live ones reads no others."""
+    return _write(f"{record.tenant}/ended_models", record.model_id, record), Write(f"{record.tenant}/models", record.model_id, None)
+
+
 def sampler_write(record: SamplerRecord) -> Write:
     return _write(f"{record.tenant}/samplers", record.sampler_id, record)
 
@@ -51,6 +56,10 @@ class Catalog:
     def __init__(self, store: Store) -> None:
         self._store = store
 
+    @property
+    def store(self) -> Store:
+        return self._store
+
     async def tenants(self) -> list[str]:
         return sorted(await self._store.list(_TENANTS))
 
@@ -78,7 +87,7 @@ class Catalog:
         table = f"{tenant}/sessions"
         held = await self._store.get(table, session_id)
         if held is None:
-            raise NotFound(f"session {session_id!r} is unknown")
+            raise NotFound(f"session {session_id!r} is unknown; create one")
         record = SessionRecord.model_validate_json(held.value)
         if record.ended_ms is None:
             record = record.model_copy(update={"ended_ms": now_ms, "end_reason": reason})
@@ -95,11 +104,37 @@ class Catalog:
         return {session_id: int(held.value) for session_id, held in (await self._store.list(f"{tenant}/beats")).items()}
 
     async def model(self, tenant: str, model_id: str) -> ModelRecord:
-        """Raises NotFound."""
-        return await self._get(f"{tenant}/models", model_id, ModelRecord, "model")
+        """Live or ended. Raises NotFound."""
+        held = await self._store.get(f"{tenant}/models", model_id)
+        if held is not None:
+            return ModelRecord.model_validate_json(held.value)
+        return await self._get(f"{tenant}/ended_models", model_id, ModelRecord, "model")
 
     async def models(self, tenant: str) -> list[ModelRecord]:
+        """Live and ended."""
+        live = await self._all(f"{tenant}/models", ModelRecord)
+        ended = await self._all(f"{tenant}/ended_models", ModelRecord)  # read last: a model that ends meanwhile is in one of them
+        return list({record.model_id: record for record in (*live, *ended)}.values())
+
+    async def live_models(self, tenant: str) -> list[ModelRecord]:
         return await self._all(f"{tenant}/models", ModelRecord)
+
+    async def forget_model(self, record: ModelRecord) -> None:
+        """Of an ended model. Idempotent."""
+        await self._store.delete(f"{record.tenant}/ended_models", record.model_id)
+
+    async def forget_session(self, record: SessionRecord) -> None:
+        """Idempotent."""
+        await self._store.delete(f"{record.tenant}/sessions", record.session_id)
+
+    async def forget_sampler(self, record: SamplerRecord) -> None:
+        """Idempotent."""
+        await self._store.delete(f"{record.tenant}/samplers", record.sampler_id)
+
+    async def forget_checkpoint(self, record: CheckpointRecord) -> None:
+        """Idempotent. Of a run that has ended: no other can have taken the name."""
+        write = checkpoint_write(record)
+        await self._store.delete(write.table, write.id)
 
     async def add_sampler(self, record: SamplerRecord) -> None:
         """Idempotent: the first record of an id stays."""
@@ -114,9 +149,10 @@ class Catalog:
     async def samplers(self, tenant: str) -> list[SamplerRecord]:
         return await self._all(f"{tenant}/samplers", SamplerRecord)
 
-    async def checkpoint(self, tenant: str, path: str) -> CheckpointRecord:
-        """Resolve "tinker://<run>/<kind>/<name>". Raises ValidationFailed (malformed), NotFound."""
-        run_id, kind, name = split_path(path)
+    async def checkpoint(self, tenant: str, path: str, *, field: str = "path") -> CheckpointRecord:
+        """Resolve "tinker://<run>/<kind>/<name>". `field`: what the caller calls the path, for messages. Raises ValidationFailed
+        (malformed), NotFound."""
+        run_id, kind, name = split_path(path, field)
         return await self._get(f"{tenant}/checkpoints", f"{run_id}/{kind}/{name}", CheckpointRecord, "checkpoint")
 
     async def checkpoints(self, tenant: str) -> list[CheckpointRecord]:
@@ -132,18 +168,18 @@ class Catalog:
     async def _get(self, table: str, id: str, kind: type[_Record], what: str) -> _Record:
         held = await self._store.get(table, id)
         if held is None:
-            raise NotFound(f"{what} {id!r} is unknown")
+            raise NotFound(f"{what} {id!r} is unknown; use the id that its creation answered")
         return kind.model_validate_json(held.value)
 
     async def _all(self, table: str, kind: type[_Record]) -> list[_Record]:
         return [kind.model_validate_json(held.value) for held in (await self._store.list(table)).values()]
 
 
-def split_path(path: str) -> tuple[str, CheckpointKind, str]:
-    """(run id, kind, name) of a tinker:// path. Raises ValidationFailed."""
+def split_path(path: str, field: str = "path") -> tuple[str, CheckpointKind, str]:
+    """(run id, kind, name) of a tinker:// path. Raises ValidationFailed naming `field`."""
     segments = path.removeprefix(_SCHEME).split("/")
     if not path.startswith(_SCHEME) or len(segments) != 3 or segments[1] not in list(CheckpointKind):
-        raise ValidationFailed(f"path: {path[:200]!r} is not of the form tinker://<run>/<weights|sampler_weights>/<name>")
+        raise ValidationFailed(f"{field}: {path[:200]!r} is no checkpoint; send tinker://<run>/<weights|sampler_weights>/<name>")
     return segments[0], CheckpointKind(segments[1]), segments[2]
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
+from tinsmith import telemetry
 from tinsmith.protocol.errors import StateContention
 from tinsmith.state.lanes import Wake
 from tinsmith.state.store import Store, StoreInfo
@@ -230,6 +231,8 @@ class EventReader:
 
     def _deliver(self, wake: Wake) -> None:
         self._cursors.update(wake.cursors)
+        if wake.resync:
+            telemetry.count(telemetry.EVENT_RESYNCS)
         for topic, payloads in wake.events.items():
             for payload in payloads:
                 for waiter in self._waiters.get((topic, payload), ()):

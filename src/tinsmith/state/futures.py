@@ -12,6 +12,7 @@ from dataclasses import replace
 from tinsmith.protocol.errors import Category, ReasonCode
 from tinsmith.protocol.futures import Failure, FutureRecord, Outcome, State
 from tinsmith.protocol.training import Kind
+from tinsmith.state.lanes import Role
 
 _NEXT: Mapping[State, frozenset[State]] = {
     State.PENDING: frozenset({State.RUNNING, State.FAILED, State.CANCELLED}),
@@ -120,6 +121,15 @@ def stuck(stuck_ms: int) -> Failure:
     return Failure(
         reason=ReasonCode.DEADLINE_EXCEEDED,
         message=f"the command waited {stuck_ms / 1000:g} s while nothing of its lane ran; submit it again",
+        category=Category.SERVER,
+    )
+
+
+def orphaned(role: Role, orphan_ms: int) -> Failure:
+    """A command that waits for a process which nobody runs."""
+    return Failure(
+        reason=ReasonCode.ORPHANED_REPLICA,
+        message=f"no {role} of this base model has lived for {orphan_ms / 1000:g} s; submit the command again when one runs",
         category=Category.SERVER,
     )
 

@@ -12,10 +12,12 @@ Topics (append-only, capped, numbered from 1 in each):
     settled         request ids whose record became terminal; every gateway process reads it
     work:{base}     lanes of a base model that may have work and no owner, and its pools; replicas of the base model read it
     bell:{replica}  lanes of this replica with something new: a hint, never the truth
+    inbox:{process} messages to one process (`Lanes.post`): orders of an operator, tokens of a stream; its reader alone acts on them
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Protocol
 
 from tinsmith.protocol.futures import Failure, FutureRecord, Outcome, State, Write
@@ -23,6 +25,9 @@ from tinsmith.protocol.training import Kind
 from tinsmith.protocol.wire_bounds import MIB
 
 SETTLED = "settled"
+GATEWAYS = "*gateways"  # stands for the base model of gateways; no base model's name begins so
+INBOX_KEPT_MS = 10 * 60 * 1000
+_INBOX = "inbox:"
 TOPIC_LENGTH = 65_536  # events kept a topic; a reader that fell further behind is told to resync
 
 
@@ -32,6 +37,25 @@ def work_topic(base: str) -> str:
 
 def bell_topic(replica: str) -> str:
     return f"bell:{replica}"
+
+
+def inbox_topic(process: str) -> str:
+    return f"{_INBOX}{process}"
+
+
+def process_of(inbox: str) -> str:
+    """Whose inbox the topic is. Raises ValueError for a topic that is none."""
+    if not inbox.startswith(_INBOX):
+        raise ValueError(f"topic {inbox!r} is no inbox; only inboxes are posted to")
+    return inbox.removeprefix(_INBOX)
+
+
+class Role(StrEnum):
+    """What a process with a lease does."""
+
+    TRAINER = "trainer"
+    SAMPLER = "sampler"
+    GATEWAY = "gateway"
 
 
 class Fenced(Exception):
@@ -53,11 +77,13 @@ class LaneLimits:
     max_tenant_bytes: int = 1024 * MIB
     result_kept_ms: int = 10 * 60 * 1000  # after its first fetch
     record_kept_ms: int = 24 * 3600 * 1000  # after it settled
+    inbox_kept_ms: int = INBOX_KEPT_MS
 
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """One command for a model lane. seq 0 creates the lane. `writes` become visible with it, in the same step."""
+    """One command for a model lane. seq 0 creates the lane. `writes` become visible with it, in the same step. `trace`: the W3C
+    traceparent of the request, empty where nothing is traced; no part of the command."""
 
     tenant: str
     session: str
@@ -70,11 +96,13 @@ class Submission:
     body: bytes
     tokens: int
     writes: tuple[Write, ...] = ()
+    trace: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolSubmission:
-    """One sample for the pool lane of (base, tenant). `key` is its natural key: (sampling session, seq id) as text."""
+    """One sample for the pool lane of (base, tenant). `key` is its natural key: (sampling session, seq id) as text. `reply_to`: the topic
+    that tokens are posted to while they are drawn, empty where nobody watches; like `trace` it is no part of the command."""
 
     tenant: str
     session: str
@@ -84,15 +112,17 @@ class PoolSubmission:
     digest: str
     body: bytes
     tokens: int
+    trace: str = ""
+    reply_to: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """`state` is that of the record; `fresh` is False where this was a repeat."""
+    """`state` is that of the record; `is_fresh` is False where this was a repeat."""
 
     rid: str
     state: State
-    fresh: bool
+    is_fresh: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +136,7 @@ class Entry:
     state: State
     attempts: int
     artifact: str | None = None
+    trace: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +152,9 @@ class LaneInfo:
     token: int
     durable: int  # -1: no snapshot yet
     snapshot: str | None
-    pending: int
+    num_pending: int
     held_bytes: int
-    high: int  # highest seq submitted
+    last_seq: int  # highest seq submitted
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,17 +194,40 @@ class PoolEntry:
     tokens: int
     token: int
     attempts: int
+    trace: str = ""
+    reply_to: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """A live worker process of a base model. `node`, `pid`, `started` identify the process, so a peer can see that it is gone."""
+    """A live process with a lease: a worker of a base model, or a gateway (`base` GATEWAYS). `node`, `pid`, `started` identify the process,
+    so a peer can see that it is gone. What may change with each renewal: `is_healthy`, `is_draining`, and how many of its slots are in
+    use (adapters of a trainer, sequences of a sampler, requests of a gateway, whose slots are not bounded: 0)."""
 
     id: str
     base: str
     node: str
     pid: int
     started: str
+    role: Role = Role.TRAINER
+    is_healthy: bool = True
+    is_draining: bool = False
+    num_used: int = 0
+    num_slots: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class QueueInfo:
+    """A lane with work: a model lane, or the pool lane of a tenant (`state.futures.pool_lane`). `oldest_ms`: when the pending entry at its
+    head was submitted, None where all of its work runs. `owner` None for a pool, and for a model that waits for a trainer."""
+
+    lane: str
+    tenant: str
+    base: str
+    role: Role  # of the replicas that serve it
+    owner: str | None
+    num_pending: int  # running entries included
+    oldest_ms: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,9 +244,10 @@ class Wake:
 class Swept:
     """What one sweep of the janitor freed."""
 
-    results: int
-    records: int
-    stuck: int
+    num_results: int
+    num_records: int
+    num_stuck: int
+    num_orphaned: int = 0
 
 
 class Lanes(Protocol):
@@ -233,13 +288,18 @@ class Lanes(Protocol):
         """Owner := none; running entries go back to pending. Raises Fenced."""
         ...
 
-    async def close(self, tenant: str, lane: str, failure: Failure, writes: Sequence[Write] = ()) -> None:
-        """Fail every pending or running entry, fence the owner, delete the bodies and the log. Idempotent; unknown lanes are ignored."""
+    async def close(self, tenant: str, lane: str, failure: Failure, writes: Sequence[Write] = (), *, seen: LaneInfo | None = None) -> bool:
+        """Fail every pending or running entry, fence the owner, delete the bodies and the log. Idempotent; unknown lanes are ignored.
+
+        False, with nothing done, where an open lane has another snapshot than the one `seen`, of which the writes speak. The lane is
+        closed and its owner fenced in one step, with the writes; its entries fail soon after, of a caller that dies meanwhile by the next
+        sweep.
+        """
         ...
 
     async def close_session(self, tenant: str, session: str, failure: Failure) -> None:
-        """Fail every pending or running sample of the session and refuse those that come after. Idempotent. Its model lanes are closed
-        one by one."""
+        """Refuse further samples of the session, fail those that are pending or running, and free their results; who runs one finds a
+        `SampleAbort` in its inbox. Idempotent. Its model lanes are closed one by one."""
         ...
 
     async def cancel(self, tenant: str, rid: str) -> State | None:
@@ -295,7 +355,18 @@ class Lanes(Protocol):
         """Events after the cursors, or block up to timeout_s. One blocking reader a process."""
         ...
 
-    async def sweep(self, *, stuck_ms: int) -> Swept:
+    async def post(self, topic: str, messages: Sequence[str]) -> None:
+        """Append messages to a process's inbox. A resend after a lost reply may append them twice, so each tells what it is about and where
+        in it; nothing of an inbox is kept for longer than `INBOX_KEPT_MS` without a new message."""
+        ...
+
+    async def queues(self, base: str) -> list[QueueInfo]:
+        """The lanes of a base model that have work, for those who watch; no bound of it is exact while work comes and goes."""
+        ...
+
+    async def sweep(self, *, stuck_ms: int, orphan_ms: int) -> Swept:
         """Free results and records past their retention; fail the first pending entry of a lane with a live owner that has
-        nothing running and has settled nothing for `stuck_ms` (deadline_exceeded); pool entries by their submit time."""
+        nothing running and has settled nothing for `stuck_ms` (deadline_exceeded); pool entries by their submit time. Fail what waits for
+        a role of which no replica of that base model has lived for `orphan_ms` (orphaned_replica); time before this store heard of the
+        work counts as life."""
         ...

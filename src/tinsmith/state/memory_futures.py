@@ -87,8 +87,9 @@ class MemoryFutures:
             self._free_result(rid)
         return len(old)
 
-    def free_results_of(self, lane: str) -> None:
-        for rid in [rid for rid in self._results if self._records[rid].lane == lane]:
+    def free_results_where(self, is_over: Callable[[FutureRecord], bool]) -> None:
+        """Delete the results of the records of which `is_over` is true."""
+        for rid in [rid for rid in self._results if is_over(self._records[rid])]:
             self._free_result(rid)
 
     def forget_where(self, is_old: Callable[[FutureRecord], bool]) -> int:

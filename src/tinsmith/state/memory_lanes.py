@@ -3,8 +3,9 @@
 Each operation is one function without an await between reading and writing, so it is atomic on its event loop. It outlives gateways
 and replicas only as long as the process that holds it.
 
-    memory_log.py       a model lane's entries        memory_futures.py    records, bodies, results
-    memory_pool.py      samples                       memory_replicas.py   who lives            memory_events.py   topics
+    memory_log.py       a model lane's entries        memory_futures.py    records, bodies, results      memory_entries.py   both as one
+    memory_pool.py      samples                       memory_replicas.py   who lives                     memory_events.py    topics
+    memory_sweep.py     what goes, and what fails
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,9 @@ from dataclasses import replace
 
 from tinsmith.protocol.errors import NotFound, QuotaExceeded, RequestRejected, SessionEnded, StateContention
 from tinsmith.protocol.futures import Failure, FutureRecord, Outcome, State, Write
-from tinsmith.state.futures import cancelled, given_up, stuck, worn_out
+from tinsmith.protocol.training import Kind
+from tinsmith.state.futures import cancelled, given_up, worn_out
+from tinsmith.state.inbox import SampleAbort, encode
 from tinsmith.state.lanes import (
     Acquired,
     Entry,
@@ -22,7 +25,9 @@ from tinsmith.state.lanes import (
     LeaseExpired,
     PoolEntry,
     PoolSubmission,
+    QueueInfo,
     Replica,
+    Role,
     Settlement,
     Submission,
     Submitted,
@@ -30,14 +35,18 @@ from tinsmith.state.lanes import (
     Taken,
     Wake,
     bell_topic,
+    inbox_topic,
+    process_of,
     work_topic,
 )
+from tinsmith.state.memory_entries import LaneEntries, record_of
 from tinsmith.state.memory_events import EventLog
 from tinsmith.state.memory_futures import MemoryFutures
 from tinsmith.state.memory_log import LaneLog
 from tinsmith.state.memory_pool import MemoryPools
 from tinsmith.state.memory_replicas import MemoryReplicas
 from tinsmith.state.memory_store import Clock, MemoryStore
+from tinsmith.state.memory_sweep import MemorySweep
 
 
 class MemoryLanes:
@@ -52,7 +61,10 @@ class MemoryLanes:
         self._replicas = MemoryReplicas(limits.lease_ms, self._clock_ms)
         self._pools = MemoryPools(self._futures, self._replicas, self._events, limits.max_attempts)
         self._lanes: dict[str, LaneLog] = {}
+        self._entries = LaneEntries(self._futures, self._clock_ms)
+        self._sweep = MemorySweep(limits, self._entries, self._futures, self._pools, self._replicas, self._events)
         self._ended: dict[tuple[str, str], int] = {}  # (tenant, session) -> when; their samples are refused
+        self._inboxes: dict[str, int] = {}  # topic -> when something was last posted to it
         store.on_flush(self._forget)
 
     # Submitting
@@ -66,12 +78,11 @@ class MemoryLanes:
             return self._born_failed(submission, given_up(submission.seq))
         self._check_room(lane, submission)
         self._lanes[lane.name] = lane
-        self._futures.add(_record(submission, self._clock_ms()), submission.body)
-        lane.append(_entry(submission))
+        self._entries.add(lane, submission)
         lane.arrive(submission.seq, submission.kind, self._clock_ms())
         self._store.apply(submission.writes)
         self._announce(lane)
-        return Submitted(submission.rid, State.PENDING, fresh=True)
+        return Submitted(submission.rid, State.PENDING, is_fresh=True)
 
     async def void(self, submission: Submission, failure: Failure) -> Submitted:
         repeat = self._repeat(submission.rid, submission.tenant, submission.digest)
@@ -91,7 +102,7 @@ class MemoryLanes:
             return None
         if record.digest != digest:
             raise RequestRejected(f"seq_id {record.seq} was already used with different content; send new content under a new seq_id")
-        return Submitted(rid, record.state, fresh=False)
+        return Submitted(rid, record.state, is_fresh=False)
 
     def _lane_for(self, submission: Submission, *, may_create: bool) -> LaneLog:
         lane = self._lanes.get(submission.lane)
@@ -99,14 +110,14 @@ class MemoryLanes:
             now_ms = self._clock_ms()
             return LaneLog(submission.lane, submission.tenant, submission.session, submission.base, last_ms=now_ms, moved_ms=now_ms)
         if lane is None or lane.tenant != submission.tenant:
-            raise NotFound(f"model {submission.lane!r} is unknown")
+            raise NotFound(f"model {submission.lane!r} is unknown; create one")
         if not lane.is_open:
             raise SessionEnded(f"model {submission.lane} is closed; create a new one")
         return lane
 
     def _check_room(self, lane: LaneLog, submission: Submission) -> None:
-        if lane.pending >= self.limits.max_pending:
-            raise QuotaExceeded(f"{lane.pending} commands are waiting already; wait for some of them before sending more")
+        if lane.num_pending >= self.limits.max_pending:
+            raise QuotaExceeded(f"{lane.num_pending} commands are waiting already; wait for some of them before sending more")
         self._check_bytes(submission.tenant, len(submission.body))
 
     def _check_bytes(self, tenant: str, size: int) -> None:
@@ -117,14 +128,14 @@ class MemoryLanes:
 
     def _born_failed(self, submission: Submission, failure: Failure) -> Submitted:
         now_ms = self._clock_ms()
-        self._futures.add_ended(replace(_record(submission, now_ms), state=State.FAILED, ended_ms=now_ms, failure=failure))
-        return Submitted(submission.rid, State.FAILED, fresh=True)
+        self._futures.add_ended(replace(record_of(submission, now_ms), state=State.FAILED, ended_ms=now_ms, failure=failure))
+        return Submitted(submission.rid, State.FAILED, is_fresh=True)
 
     def _announce(self, lane: LaneLog) -> None:
         """Ring the living owner's bell, or call for an owner."""
         if lane.owner is not None and self._replicas.is_alive(lane.owner):
             self._events.append(bell_topic(lane.owner), lane.name)
-        elif lane.pending:
+        elif lane.num_pending:
             self._events.append(work_topic(lane.base), lane.name)
 
     # Owning
@@ -150,19 +161,19 @@ class MemoryLanes:
             failed = entry.attempts + 1 >= self.limits.max_attempts
             entry = lane.put(replace(entry, attempts=entry.attempts + 1))
             if failed:
-                self._end(lane, entry, Outcome(failure=worn_out(self.limits.max_attempts)))
+                self._entries.end(lane, entry, Outcome(failure=worn_out(self.limits.max_attempts)))
             else:
-                self._give_back(lane, entry)
+                self._entries.give_back(lane, entry)
         for entry in lane.replay():
             if entry.state is State.PENDING:
-                self._start(lane, entry)
+                self._entries.start(lane, entry)
 
     async def take(self, lane: str, replica: str, token: int, from_seq: int, max_commands: int, max_tokens: int) -> Taken:
         log = self._owned(lane, replica, token)
         taken: list[Entry] = []
         num_tokens = 0
         seq, wait_ms = min(from_seq, log.passed), None  # what was never handed out is not skipped
-        while seq <= log.high and len(taken) < max_commands:
+        while seq <= log.last_seq and len(taken) < max_commands:
             entry = log.entries.get(seq)
             if entry is None:
                 seq, wait_ms = self._step_over(log, seq)
@@ -174,7 +185,7 @@ class MemoryLanes:
                 continue
             if taken and (entry.attempts > 0 or num_tokens + entry.tokens > max_tokens):
                 break
-            taken.append(self._start(log, entry))
+            taken.append(self._entries.start(log, entry))
             num_tokens += entry.tokens
             seq += 1
             if entry.kind.is_barrier or entry.attempts > 0:
@@ -194,7 +205,7 @@ class MemoryLanes:
         late: set[int] = set()
         for settlement in settlements:
             if log.is_running(settlement.seq):
-                self._end(log, log.entries[settlement.seq], settlement.outcome)
+                self._entries.end(log, log.entries[settlement.seq], settlement.outcome)
                 self._store.apply(settlement.outcome.writes)
             else:
                 late.add(settlement.seq)
@@ -209,7 +220,7 @@ class MemoryLanes:
         log.durable, log.former, log.snapshot = seq, log.snapshot, artifact
         log.passed = max(log.passed, seq + 1)
         for entry in log.trim(seq):
-            log.held_bytes -= self._futures.free_body(entry.rid)
+            self._entries.free_body(log, entry)
         return log.former
 
     async def release(self, lane: str, replica: str, token: int) -> None:
@@ -221,7 +232,7 @@ class MemoryLanes:
         log.owner = None
         for entry in log.unsettled():
             if entry.state is State.RUNNING:
-                self._give_back(log, entry)
+                self._entries.give_back(log, entry)
         self._announce(log)
 
     def _owned(self, lane: str, replica: str, token: int) -> LaneLog:
@@ -232,46 +243,32 @@ class MemoryLanes:
             raise LeaseExpired(f"replica {replica} has no lease; renew, then ask again")
         return log
 
-    def _start(self, lane: LaneLog, entry: Entry) -> Entry:
-        if entry.state is State.RUNNING:
-            return entry
-        self._futures.start(entry.rid)
-        return lane.put(replace(entry, state=State.RUNNING))
-
-    def _give_back(self, lane: LaneLog, entry: Entry) -> None:
-        self._futures.give_back(entry.rid)
-        lane.put(replace(entry, state=State.PENDING))
-
-    def _end(self, lane: LaneLog, entry: Entry, outcome: Outcome) -> None:
-        """The one terminal change of an entry. A body stays for a later replay only."""
-        self._futures.end(entry.rid, outcome)
-        lane.put(replace(entry, state=outcome.state, artifact=outcome.artifact))
-        lane.pending -= 1
-        lane.moved_ms = self._clock_ms()
-        if outcome.state is not State.COMPLETED or not (entry.kind.is_replayed or entry.kind.is_save):
-            lane.held_bytes -= self._futures.free_body(entry.rid)
-
     # Ending
 
-    async def close(self, tenant: str, lane: str, failure: Failure, writes: Sequence[Write] = ()) -> None:
+    async def close(self, tenant: str, lane: str, failure: Failure, writes: Sequence[Write] = (), *, seen: LaneInfo | None = None) -> bool:
         log = self._lanes.get(lane)
         if log is None or log.tenant != tenant or not log.is_open:
-            return
+            return True
+        if seen is not None and seen.snapshot != log.snapshot:
+            return False
         for entry in log.unsettled():
-            self._end(log, entry, Outcome(failure=failure))
-        for entry in log.trim(log.high):
-            log.held_bytes -= self._futures.free_body(entry.rid)
-        self._futures.free_results_of(lane)
+            self._entries.end(log, entry, Outcome(failure=failure))
+        for entry in log.trim(log.last_seq):
+            self._entries.free_body(log, entry)
+        self._futures.free_results_where(lambda record: record.lane == lane)
         log.closed_ms = self._clock_ms()
         log.token += 1
         if log.owner is not None:
             self._events.append(bell_topic(log.owner), lane)
             log.owner = None
         self._store.apply(writes)
+        return True
 
     async def close_session(self, tenant: str, session: str, failure: Failure) -> None:
         self._ended.setdefault((tenant, session), self._clock_ms())
-        self._pools.close_session(tenant, session, failure)
+        for rid, replica in self._pools.close_session(tenant, session, failure).items():
+            await self.post(inbox_topic(replica), [encode(SampleAbort(rid=rid))])
+        self._futures.free_results_where(lambda record: record.kind is Kind.SAMPLE and (record.tenant, record.session) == (tenant, session))
 
     async def cancel(self, tenant: str, rid: str) -> State | None:
         record = self._futures.find(tenant, rid)
@@ -283,7 +280,7 @@ class MemoryLanes:
             self._pools.cancel(rid)
         else:
             lane = self._lanes[record.lane]
-            self._end(lane, lane.entries[record.seq], Outcome(failure=cancelled()))
+            self._entries.end(lane, lane.entries[record.seq], Outcome(failure=cancelled()))
         return State.CANCELLED
 
     # Pools
@@ -297,7 +294,7 @@ class MemoryLanes:
         self._pools.check_room(submission.base, submission.tenant, self.limits.max_pending)
         self._check_bytes(submission.tenant, len(submission.body))
         self._pools.append(submission, self._clock_ms())
-        return Submitted(submission.rid, State.PENDING, fresh=True)
+        return Submitted(submission.rid, State.PENDING, is_fresh=True)
 
     async def pool_take(self, base: str, replica: str, max_entries: int, max_tokens: int) -> list[PoolEntry]:
         if not self._replicas.is_alive(replica):
@@ -334,6 +331,12 @@ class MemoryLanes:
     async def wait(self, cursors: Mapping[str, int], timeout_s: float) -> Wake:
         return await self._events.wait(cursors, timeout_s)
 
+    async def post(self, topic: str, messages: Sequence[str]) -> None:
+        process_of(topic)
+        for message in messages:
+            self._events.append(topic, message)
+            self._inboxes[topic] = self._clock_ms()
+
     # Replicas
 
     async def renew(self, replica: Replica) -> list[str]:
@@ -358,75 +361,38 @@ class MemoryLanes:
                 self._announce(lane)
 
     def _wants_owner(self, lane: LaneLog) -> bool:
-        return lane.is_open and lane.pending > 0 and not self._replicas.is_alive(lane.owner)
+        return lane.is_open and lane.num_pending > 0 and not self._replicas.is_alive(lane.owner)
 
-    # Sweeping
+    # Watching and sweeping
 
-    async def sweep(self, *, stuck_ms: int) -> Swept:
-        now_ms = self._clock_ms()
-        num_stuck = sum(self._fail_if_stuck(lane, now_ms - stuck_ms, stuck_ms) for lane in self._lanes.values())
-        num_stuck += self._pools.expire(now_ms - stuck_ms, stuck_ms)
-        old_ms = now_ms - self.limits.record_kept_ms
-        num_results = self._futures.free_results(fetched_before_ms=now_ms - self.limits.result_kept_ms, ended_before_ms=old_ms)
-        num_records = self._futures.forget_where(lambda record: self._is_old(record, old_ms))
-        self._lanes = {name: lane for name, lane in self._lanes.items() if lane.closed_ms is None or lane.closed_ms > old_ms}
-        self._ended = {session: ended_ms for session, ended_ms in self._ended.items() if ended_ms > old_ms}
-        for replica in self._replicas.pop_dead(old_ms):
-            self._events.drop(bell_topic(replica))
-        return Swept(results=num_results, records=num_records, stuck=num_stuck)
+    async def queues(self, base: str) -> list[QueueInfo]:
+        infos = [self._queue_info(lane) for lane in self._lanes.values() if lane.base == base and lane.is_open and lane.num_pending]
+        return sorted(infos + self._pools.queue_infos(base), key=lambda info: info.lane)
 
-    def _is_old(self, record: FutureRecord, old_ms: int) -> bool:
-        """An open model's records stay, since they are what makes its repeats known; else retention counts from the end."""
-        lane = self._lanes.get(record.lane)
-        end_ms = record.ended_ms if lane is None else lane.closed_ms
-        return end_ms is not None and end_ms <= old_ms
+    def _queue_info(self, lane: LaneLog) -> QueueInfo:
+        head = lane.first_pending()
+        return QueueInfo(
+            lane=lane.name,
+            tenant=lane.tenant,
+            base=lane.base,
+            role=Role.TRAINER,
+            owner=lane.owner if self._replicas.is_alive(lane.owner) else None,
+            num_pending=lane.num_pending,
+            oldest_ms=None if head is None else self._futures.get(head.rid).submitted_ms,
+        )
 
-    def _fail_if_stuck(self, lane: LaneLog, since_ms: int, stuck_ms: int) -> bool:
-        """Only a lane whose owner lives can be stuck; waiting behind own work or for an owner is no deadline."""
-        if not lane.pending or lane.moved_ms > since_ms or not self._replicas.is_alive(lane.owner):
-            return False
-        unsettled = lane.unsettled()
-        first = unsettled[0]
-        if any(entry.state is State.RUNNING for entry in unsettled) or self._futures.get(first.rid).submitted_ms > since_ms:
-            return False
-        self._end(lane, first, Outcome(failure=stuck(stuck_ms)))
-        self._announce(lane)
-        return True
+    async def sweep(self, *, stuck_ms: int, orphan_ms: int) -> Swept:
+        times = {"now_ms": self._clock_ms(), "stuck_ms": stuck_ms, "orphan_ms": orphan_ms}
+        return self._sweep.run(self._lanes, self._ended, self._inboxes, **times)
 
     def _forget(self) -> None:
         self._lanes.clear()
         self._ended.clear()
+        self._inboxes.clear()
         self._pools.clear()
         self._replicas.clear()
         self._futures.clear()
         self._events.forget()
-
-
-def _record(submission: Submission, now_ms: int) -> FutureRecord:
-    return FutureRecord(
-        rid=submission.rid,
-        tenant=submission.tenant,
-        session=submission.session,
-        lane=submission.lane,
-        seq=submission.seq,
-        kind=submission.kind,
-        digest=submission.digest,
-        state=State.PENDING,
-        submitted_ms=now_ms,
-    )
-
-
-def _entry(submission: Submission) -> Entry:
-    return Entry(
-        rid=submission.rid,
-        seq=submission.seq,
-        kind=submission.kind,
-        digest=submission.digest,
-        size=len(submission.body),
-        tokens=submission.tokens,
-        state=State.PENDING,
-        attempts=0,
-    )
 
 
 def _fenced(lane: str) -> Fenced:

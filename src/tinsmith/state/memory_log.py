@@ -30,12 +30,12 @@ class LaneLog:
     owner: str | None = None
     token: int = 0
     passed: int = 0
-    high: int = -1
+    last_seq: int = -1
     barrier: int = -1
     durable: int = -1
     snapshot: str | None = None
     former: str | None = None
-    pending: int = 0
+    num_pending: int = 0
     held_bytes: int = 0
     entries: dict[int, Entry] = field(default_factory=dict)
     voids: set[int] = field(default_factory=set)
@@ -55,21 +55,21 @@ class LaneLog:
             token=self.token,
             durable=self.durable,
             snapshot=self.snapshot,
-            pending=self.pending,
+            num_pending=self.num_pending,
             held_bytes=self.held_bytes,
-            high=self.high,
+            last_seq=self.last_seq,
         )
 
     def arrive(self, seq: int, kind: Kind, now_ms: int) -> None:
         """Something came in at `seq`, be it a command or the news that there is none."""
-        self.high = max(self.high, seq)
+        self.last_seq = max(self.last_seq, seq)
         self.last_ms = now_ms
         if kind.is_barrier:
             self.barrier = max(self.barrier, seq)
 
     def append(self, entry: Entry) -> None:
         self.entries[entry.seq] = entry
-        self.pending += 1
+        self.num_pending += 1
         self.held_bytes += entry.size
 
     def put(self, entry: Entry) -> Entry:
@@ -80,6 +80,10 @@ class LaneLog:
     def is_given_up(self, seq: int) -> bool:
         """True if nothing came at `seq` and nothing will."""
         return seq not in self.entries and (seq < self.passed or seq in self.voids)
+
+    def first_pending(self) -> Entry | None:
+        """The head of what waits."""
+        return next((entry for entry in self.unsettled() if entry.state is State.PENDING), None)
 
     def is_running(self, seq: int) -> bool:
         return seq in self.entries and self.entries[seq].state is State.RUNNING

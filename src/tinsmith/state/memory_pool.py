@@ -4,15 +4,15 @@ Tenants take turns by tokens: each hand-out is charged to its tenant and the one
 not delay another's single sample. Knows nothing of model lanes.
 """
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 from tinsmith.protocol.errors import QuotaExceeded
 from tinsmith.protocol.futures import Failure, FutureRecord, Outcome, State
 from tinsmith.protocol.training import Kind
-from tinsmith.state.futures import cancelled, pool_lane, stuck, worn_out
-from tinsmith.state.lanes import PoolEntry, PoolSubmission, work_topic
+from tinsmith.state.futures import cancelled, pool_lane, worn_out
+from tinsmith.state.lanes import PoolEntry, PoolSubmission, QueueInfo, Role, work_topic
 from tinsmith.state.memory_events import EventLog
 from tinsmith.state.memory_futures import MemoryFutures
 from tinsmith.state.memory_replicas import MemoryReplicas
@@ -24,6 +24,7 @@ class _Sample:
 
     base: str
     submitted_ms: int
+    arrival: int
     entry: PoolEntry
 
 
@@ -47,10 +48,11 @@ class _Pool:
     def next_tenant(self) -> str | None:
         return min(self.waiting(), key=lambda tenant: self.charged[tenant], default=None)
 
-    def put_back(self, tenant: str, rid: str) -> None:
-        """First in its tenant's line again."""
+    def put_back(self, tenant: str, rid: str, num_before: int) -> None:
+        """In its tenant's line again, behind as many as came before it."""
         self.append(tenant, rid)
-        self.queues[tenant].rotate(1)
+        self.queues[tenant].pop()
+        self.queues[tenant].insert(num_before, rid)
 
     def drop(self, tenant: str, rids: Collection[str]) -> None:
         """Take them out of line, and from those who run them."""
@@ -75,6 +77,7 @@ class MemoryPools:
         self._max_attempts = max_attempts
         self._pools: defaultdict[str, _Pool] = defaultdict(_Pool)
         self._samples: dict[str, _Sample] = {}  # unsettled ones by rid
+        self._num_arrived = 0
 
     def check_room(self, base: str, tenant: str, max_pending: int) -> None:
         """Raises QuotaExceeded."""
@@ -106,8 +109,11 @@ class MemoryPools:
             tokens=submission.tokens,
             token=0,
             attempts=0,
+            trace=submission.trace,
+            reply_to=submission.reply_to,
         )
-        self._samples[entry.rid] = _Sample(submission.base, now_ms, entry)
+        self._num_arrived += 1
+        self._samples[entry.rid] = _Sample(submission.base, now_ms, self._num_arrived, entry)
         self._pools[submission.base].append(entry.tenant, entry.rid)
         self._events.append(work_topic(submission.base), lane)
 
@@ -131,10 +137,9 @@ class MemoryPools:
         return taken
 
     def reclaim(self, base: str) -> None:
-        """Put what dead replicas had taken back to the head of its line, or fail it if it has cost enough workers."""
+        """Put what dead replicas had taken back to its place in line, or fail it if it has cost enough workers."""
         pool = self._pools[base]
-        dead = [rid for rid, replica in pool.taken.items() if not self._replicas.is_alive(replica)]
-        for rid in reversed(dead):  # the earliest is put back last and so stands at the head
+        for rid in [rid for rid, replica in pool.taken.items() if not self._replicas.is_alive(replica)]:
             del pool.taken[rid]
             entry = self._samples[rid].entry
             entry = self._keep(replace(entry, attempts=entry.attempts + 1))
@@ -142,7 +147,7 @@ class MemoryPools:
                 self._end(rid, Outcome(failure=worn_out(self._max_attempts)))
                 continue
             self._futures.give_back(rid)
-            pool.put_back(entry.tenant, rid)
+            pool.put_back(entry.tenant, rid, self._num_before(pool.queues[entry.tenant], rid))
             self._events.append(work_topic(base), pool_lane(base, entry.tenant))
 
     def settle(self, replica: str, entry: PoolEntry, outcome: Outcome) -> bool:
@@ -158,19 +163,43 @@ class MemoryPools:
         """Drop a waiting entry."""
         self._withdraw([rid], cancelled())
 
-    def close_session(self, tenant: str, session: str, failure: Failure) -> None:
-        """Fail what waits and what runs."""
+    def close_session(self, tenant: str, session: str, failure: Failure) -> dict[str, str]:
+        """Fail what waits and what runs; answers who ran what, by rid."""
         own = [rid for rid, sample in self._samples.items() if (sample.entry.tenant, self._futures.get(rid).session) == (tenant, session)]
+        running = {rid: self._pools[self._samples[rid].base].taken.get(rid) for rid in own}
         self._withdraw(own, failure)
+        return {rid: replica for rid, replica in running.items() if replica is not None}
 
-    def expire(self, submitted_before_ms: int, stuck_ms: int) -> int:
-        """Fail the entries that have waited since the time or longer; answers how many."""
-        for base in list(self._pools):
-            self.reclaim(base)
-        waiting = [rid for pool in self._pools.values() for queue in pool.queues.values() for rid in queue]
+    def bases(self) -> list[str]:
+        return list(self._pools)
+
+    def expire(self, base: str, submitted_before_ms: int, failure: Failure) -> int:
+        """Fail the base model's entries that have waited since the time or longer; answers how many."""
+        self.reclaim(base)
+        waiting = [rid for queue in self._pools[base].queues.values() for rid in queue]
         old = [rid for rid in waiting if self._samples[rid].submitted_ms <= submitted_before_ms]
-        self._withdraw(old, stuck(stuck_ms))
+        self._withdraw(old, failure)
         return len(old)
+
+    def queue_infos(self, base: str) -> list[QueueInfo]:
+        """The base model's pools that have work."""
+        if base not in self._pools:
+            return []
+        pool = self._pools[base]
+        num_running = Counter(self._samples[rid].entry.tenant for rid in pool.taken)
+        waiting = {tenant: pool.queues[tenant] for tenant in pool.waiting()}
+        return [
+            QueueInfo(
+                lane=pool_lane(base, tenant),
+                tenant=tenant,
+                base=base,
+                role=Role.SAMPLER,
+                owner=None,
+                num_pending=num_running[tenant] + len(waiting.get(tenant, ())),
+                oldest_ms=self._samples[waiting[tenant][0]].submitted_ms if tenant in waiting else None,
+            )
+            for tenant in num_running.keys() | waiting.keys()
+        ]
 
     def clear(self) -> None:
         self._pools.clear()
@@ -195,6 +224,11 @@ class MemoryPools:
         self._futures.end(rid, outcome)
         self._futures.free_body(rid)
         del self._samples[rid]
+
+    def _num_before(self, queue: Collection[str], rid: str) -> int:
+        """How many of the queue arrived before the sample."""
+        arrival = self._samples[rid].arrival
+        return sum(self._samples[other].arrival < arrival for other in queue)
 
     def _keep(self, entry: PoolEntry) -> PoolEntry:
         self._samples[entry.rid] = replace(self._samples[entry.rid], entry=entry)

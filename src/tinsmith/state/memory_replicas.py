@@ -1,6 +1,6 @@
 """Leases of worker processes in memory: who lives. Knows nothing of what a replica owns."""
 
-from tinsmith.state.lanes import Replica
+from tinsmith.state.lanes import Replica, Role
 from tinsmith.state.memory_store import Clock
 
 
@@ -12,16 +12,23 @@ class MemoryReplicas:
         self._clock_ms = clock_ms
         self._held: dict[str, tuple[Replica, int]] = {}  # with the end of the lease
         self._reported: set[str] = set()  # dead ones that `newly_dead` has told of
+        self._lived: dict[tuple[str, Role], int] = {}  # (base, role) -> end of the latest lease
 
     def renew(self, replica: Replica) -> None:
         self._reported.discard(replica.id)
-        self._held[replica.id] = (replica, self._clock_ms() + self._lease_ms)
+        end_ms = self._clock_ms() + self._lease_ms
+        self._held[replica.id] = (replica, end_ms)
+        self._lived[replica.base, replica.role] = end_ms
 
     def is_alive(self, replica: str | None) -> bool:
         return replica in self._held and self._held[replica][1] > self._clock_ms()
 
     def living(self, base: str) -> list[Replica]:
         return [replica for replica, _ in self._held.values() if replica.base == base and self.is_alive(replica.id)]
+
+    def lived_until_ms(self, base: str, role: Role) -> int:
+        """When the latest lease of such a replica ends or ended; 0 if there never was one."""
+        return self._lived.get((base, role), 0)
 
     def newly_dead(self, base: str) -> list[str]:
         """Replicas of the base model whose lease has lapsed since the last call."""
@@ -48,4 +55,5 @@ class MemoryReplicas:
 
     def clear(self) -> None:
         self._held.clear()
+        self._lived.clear()
         self._reported.clear()

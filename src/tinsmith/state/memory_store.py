@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from tinsmith.protocol.errors import StateContention
 from tinsmith.protocol.futures import Write
+from tinsmith.state.memory_quotas import MemoryQuotas
 from tinsmith.state.store import SCHEMA_VERSION, Record, StoreInfo
 
 Clock = Callable[[], int]
@@ -36,6 +37,7 @@ class MemoryStore:
         self._info: StoreInfo | None = None
         self._tables: defaultdict[str, dict[str, Record]] = defaultdict(dict)
         self._leases: dict[str, _Lease] = {}
+        self._quotas = MemoryQuotas()
         self._flushed: list[Callable[[], None]] = []
 
     async def open(self) -> StoreInfo:
@@ -75,6 +77,15 @@ class MemoryStore:
         if held is not None and held.holder == holder:
             del self._leases[name]
 
+    async def reserve(self, quota: str, holder: str, *, limit: int, ttl_ms: int) -> bool:
+        return self._quotas.reserve(quota, holder, limit=limit, ttl_ms=ttl_ms, now_ms=self.clock_ms())
+
+    async def unreserve(self, quota: str, holder: str) -> None:
+        self._quotas.unreserve(quota, holder)
+
+    async def spend(self, budget: str, amount: float, *, per_s: float, burst: float) -> int:
+        return self._quotas.spend(budget, amount, per_s=per_s, burst=burst, now_ms=self.clock_ms())
+
     async def close(self) -> None:
         return None
 
@@ -82,6 +93,7 @@ class MemoryStore:
         self._info = None
         self._tables.clear()
         self._leases.clear()
+        self._quotas.clear()
         for forget in self._flushed:
             forget()
 

@@ -1,45 +1,64 @@
 """Lanes in Redis: each operation of `lanes.Lanes` is one script under `lua/` and one round trip.
 
 Bodies and results travel by plain SET with an expiry in front of their script, which lifts it: a script copies its arguments while
-everybody waits. This module encodes arguments and decodes answers; the rules are the scripts'.
+everybody waits. Encoding is `redis_codec.py`'s; the rules are the scripts'.
 """
 
 import asyncio
-import json
 import math
 import secrets
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
 
-from tinsmith.protocol.errors import NotFound, QuotaExceeded, RequestRejected, SessionEnded, StateContention, TinsmithError
+from tinsmith.protocol.errors import StateContention
 from tinsmith.protocol.futures import Failure, FutureRecord, Outcome, State, Write
 from tinsmith.protocol.training import Kind
-from tinsmith.state.futures import cancelled, given_up, pool_lane, record_from_fields, stuck, worn_out
+from tinsmith.state.futures import cancelled, given_up, orphaned, pool_lane, record_from_fields, stuck, worn_out
+from tinsmith.state.inbox import SampleAbort, encode
 from tinsmith.state.lanes import (
     Acquired,
-    Entry,
-    Fenced,
     LaneInfo,
     LaneLimits,
-    LeaseExpired,
     PoolEntry,
     PoolSubmission,
+    QueueInfo,
     Replica,
+    Role,
     Settlement,
     Submission,
     Submitted,
     Swept,
     Taken,
     Wake,
+    process_of,
+)
+from tinsmith.state.redis_codec import (
+    UNCLAIMED_MS,
+    check_owner,
+    entry_of,
+    event_id,
+    flags_of,
+    lane_info,
+    lease_expired,
+    optional_text,
+    pool_entry,
+    queue_infos,
+    refusal,
+    replica_of,
+    replica_text,
+    size_and_failure,
+    staged_result,
+    writes_of,
 )
 from tinsmith.state.redis_link import Command, Reply, Value
 from tinsmith.state.redis_store import RedisStore
 
-_UNCLAIMED_MS = 10 * 60 * 1000  # a body or result that no script has picked up is gone after this
 _NUM_TRIES = 2  # of a write whose body or result expired before its script came
 _NUM_EVENTS = 1000  # a topic and answer
-_SWEEP_BATCH = 500  # results and records a script, so that nobody waits long behind it
+# So many a script, so that nobody waits long behind it: to fail a command takes about 0.1 ms.
+_CLOSE_SLICE = 250  # commands of a lane
+_SESSION_SLICE = 100  # samples and results of a session
+_SWEEP_BATCH = 250  # results, records, commands
 _PEER_KEPT_LEASES = 60  # how long a dead replica's bell is kept for it, in leases
 _MAX_EPOCH = 2**64 - 1
 
@@ -62,16 +81,16 @@ class RedisLanes:
             "submit",
             submission,
             *(submission.lane, submission.tenant, submission.session, submission.base, submission.seq),
-            *(submission.kind, _flags(submission.kind), submission.rid, submission.digest, len(submission.body), submission.tokens),
-            *(limits.max_pending, limits.max_tenant_bytes, given_up(submission.seq).model_dump_json()),
-            *_writes(submission.writes),
+            *(submission.kind, flags_of(submission.kind), submission.rid, submission.digest, len(submission.body), submission.tokens),
+            *(limits.max_pending, limits.max_tenant_bytes, given_up(submission.seq).model_dump_json(), submission.trace),
+            *writes_of(submission.writes),
         )
         return self._submitted(reply, submission)
 
     async def void(self, submission: Submission, failure: Failure) -> Submitted:
         (reply,) = await self._store.run(
             "void",
-            *(submission.lane, submission.tenant, submission.session, submission.seq, submission.kind, _flags(submission.kind)),
+            *(submission.lane, submission.tenant, submission.session, submission.seq, submission.kind, flags_of(submission.kind)),
             *(submission.rid, submission.digest, failure.model_dump_json()),
         )
         return self._submitted(reply, submission)
@@ -80,15 +99,15 @@ class RedisLanes:
         """The script with the body in front. NX: a repeat must not put an expiry on a body that is held already."""
         body = f"body:{submission.rid}:{submission.digest}"
         for _ in range(_NUM_TRIES):
-            (reply,) = await self._store.run(script, *args, before=(("SET", body, submission.body, "PX", _UNCLAIMED_MS, "NX"),))
+            (reply,) = await self._store.run(script, *args, before=(("SET", body, submission.body, "PX", UNCLAIMED_MS, "NX"),))
             if reply[0] != b"body":
                 return reply
         raise StateContention("the store lost the command on its way; submit it again")
 
     def _submitted(self, reply: Reply, submission: Submission | PoolSubmission) -> Submitted:
         if reply[0] != b"ok":
-            raise _refusal(reply[0].decode(), submission, self.limits)
-        return Submitted(submission.rid, State(reply[1].decode()), fresh=bool(reply[2]))
+            raise refusal(reply[0].decode(), submission, self.limits)
+        return Submitted(submission.rid, State(reply[1].decode()), is_fresh=bool(reply[2]))
 
     # Owning
 
@@ -99,27 +118,27 @@ class RedisLanes:
         (reply,) = await self._store.run("acquire", lane, replica, *args)
         if reply[0] == b"none":
             return None
-        _check_owner(reply, lane, replica)
+        check_owner(reply, lane, replica)
         _, cursor, replay, flat = reply
-        info = _info(lane, dict(zip(flat[::2], flat[1::2], strict=True)))
-        return Acquired(info, info.token, cursor, tuple(map(_entry, replay)))
+        info = lane_info(lane, dict(zip(flat[::2], flat[1::2], strict=True)))
+        return Acquired(info, info.token, cursor, tuple(map(entry_of, replay)))
 
     async def take(self, lane: str, replica: str, token: int, from_seq: int, max_commands: int, max_tokens: int) -> Taken:
         bounds = (from_seq, max_commands, max_tokens, self.limits.hole_grace_ms)
         (reply,) = await self._store.run("take", lane, replica, token, *bounds)
-        _check_owner(reply, lane, replica)
+        check_owner(reply, lane, replica)
         _, cursor, wait_ms, held_bytes, rows = reply
-        return Taken(tuple(map(_entry, rows)), cursor, None if wait_ms < 0 else wait_ms, held_bytes)
+        return Taken(tuple(map(entry_of, rows)), cursor, None if wait_ms < 0 else wait_ms, held_bytes)
 
     async def settle(self, lane: str, replica: str, token: int, settlements: Sequence[Settlement]) -> frozenset[int]:
         args: list[Value] = [lane, replica, token, len(settlements)]
         results: list[Command] = []
         for settlement in settlements:
             outcome = settlement.outcome
-            results += _staged(f"{lane}|{token}|{settlement.seq}", outcome)
-            args += [settlement.seq, outcome.state, *_size_and_failure(outcome), outcome.artifact or "", *_writes(outcome.writes)]
+            results += staged_result(f"{lane}|{token}|{settlement.seq}", outcome)
+            args += [settlement.seq, outcome.state, *size_and_failure(outcome), outcome.artifact or "", *writes_of(outcome.writes)]
         reply = await self._settle("settle", args, results)
-        _check_owner(reply, lane, replica)
+        check_owner(reply, lane, replica)
         return frozenset(reply[1])
 
     async def _settle(self, script: str, args: Sequence[Value], results: Sequence[Command]) -> Reply:
@@ -133,24 +152,35 @@ class RedisLanes:
         (reply,) = await self._store.run("commit_snapshot", lane, replica, token, seq, artifact)
         if reply[0] == b"early":
             raise StateContention(f"model {lane} cannot be cut at seq {seq} now: a command up to it is not settled")
-        _check_owner(reply, lane, replica)
-        return _text(reply[1])
+        check_owner(reply, lane, replica)
+        return optional_text(reply[1])
 
     async def release(self, lane: str, replica: str, token: int) -> None:
         (reply,) = await self._store.run("release", lane, replica, token)
-        _check_owner(reply, lane, replica)
+        check_owner(reply, lane, replica)
 
     # Ending
 
-    async def close(self, tenant: str, lane: str, failure: Failure, writes: Sequence[Write] = ()) -> None:
-        await self._store.run("close", tenant, lane, failure.model_dump_json(), self.limits.record_kept_ms, *_writes(writes))
+    async def close(self, tenant: str, lane: str, failure: Failure, writes: Sequence[Write] = (), *, seen: LaneInfo | None = None) -> bool:
+        expected = ("", "") if seen is None else ("1", seen.snapshot or "")
+        args = (tenant, lane, failure.model_dump_json(), self.limits.record_kept_ms, _CLOSE_SLICE, *expected, *writes_of(writes))
+        while True:
+            (reply,) = await self._store.run("close", *args)
+            if reply[0] == b"seen":
+                return False
+            if reply[1]:
+                return True
 
     async def close_session(self, tenant: str, session: str, failure: Failure) -> None:
-        await self._store.run("close_session", tenant, session, failure.model_dump_json(), self.limits.record_kept_ms)
+        limits = self.limits
+        args = (failure.model_dump_json(), limits.record_kept_ms, _SESSION_SLICE, limits.inbox_kept_ms, encode(SampleAbort(rid="%s")))
+        is_done = False
+        while not is_done:
+            [[_, is_done]] = await self._store.run("close_session", tenant, session, *args)
 
     async def cancel(self, tenant: str, rid: str) -> State | None:
         (reply,) = await self._store.run("cancel", tenant, rid, cancelled().model_dump_json())
-        state = _text(reply[0])
+        state = optional_text(reply[0])
         return None if state is None else State(state)
 
     # Pools
@@ -162,7 +192,7 @@ class RedisLanes:
             submission,
             *(submission.base, submission.tenant, submission.session, pool_lane(submission.base, submission.tenant), submission.key),
             *(Kind.SAMPLE, submission.rid, submission.digest, len(submission.body), submission.tokens),
-            *(limits.max_pending, limits.max_tenant_bytes),
+            *(limits.max_pending, limits.max_tenant_bytes, submission.trace, submission.reply_to),
         )
         return self._submitted(reply, submission)
 
@@ -173,18 +203,15 @@ class RedisLanes:
             (reply,) = await self._store.run("pool_take", base, replica, *bounds)
             call.answered()
         if reply[0] == b"expired":
-            raise _lease_expired(replica)
-        return [
-            PoolEntry(rid.decode(), tenant.decode(), digest.decode(), size, tokens, token, attempts)
-            for rid, tenant, digest, size, tokens, token, attempts in reply[1]
-        ]
+            raise lease_expired(replica)
+        return [pool_entry(row) for row in reply[1]]
 
     async def pool_settle(self, replica: str, settlements: Sequence[tuple[PoolEntry, Outcome]]) -> frozenset[str]:
         args: list[Value] = [replica, len(settlements)]
         results: list[Command] = []
         for entry, outcome in settlements:
-            results += _staged(f"{entry.rid}|{entry.token}", outcome)
-            args += [entry.rid, entry.token, outcome.state, *_size_and_failure(outcome), *_writes(outcome.writes)]
+            results += staged_result(f"{entry.rid}|{entry.token}", outcome)
+            args += [entry.rid, entry.token, outcome.state, *size_and_failure(outcome), *writes_of(outcome.writes)]
         reply = await self._settle("pool_settle", args, results)
         return frozenset(rid.decode() for rid in reply[1])
 
@@ -208,14 +235,13 @@ class RedisLanes:
 
     async def lane(self, lane: str) -> LaneInfo | None:
         held: dict[bytes, bytes] = await self._store.link.command("HGETALL", f"lane:{lane}")
-        return _info(lane, held) if held else None
+        return lane_info(lane, held) if held else None
 
     # Replicas
 
     async def renew(self, replica: Replica) -> list[str]:
-        description = json.dumps(asdict(replica))
         args = (self.limits.lease_ms, self.limits.max_attempts, self._worn_out)
-        (lanes,) = await self._store.run("renew", replica.id, replica.base, description, *args)
+        (lanes,) = await self._store.run("renew", replica.id, replica.base, replica.role, replica_text(replica), *args)
         return [lane.decode() for lane in lanes]
 
     async def bury(self, replica: str) -> None:
@@ -223,7 +249,7 @@ class RedisLanes:
 
     async def replicas(self, base: str) -> list[Replica]:
         (descriptions,) = await self._store.run("replicas", base)
-        return [Replica(**json.loads(description)) for description in descriptions]
+        return [replica_of(description) for description in descriptions]
 
     # Waiting
 
@@ -244,13 +270,13 @@ class RedisLanes:
         epoch = int(await self._epoch_of_cursors(), 16)
         for stream, entries in read:
             topic = stream.decode().removeprefix("topic:")
-            first, first_epoch = _event_id(entries[0][0])
+            first, first_epoch = event_id(entries[0][0])
             if first_epoch != epoch:
                 return await self._resync_all(cursors)
             if first != cursors[topic] + 1:
                 resync.add(topic)
             events[topic] = [fields[b"p"].decode() for _, fields in entries]
-            numbers[topic] = _event_id(entries[-1][0])[0]
+            numbers[topic] = event_id(entries[-1][0])[0]
         return Wake(events, numbers, frozenset(resync))
 
     async def _quiet(self, cursors: Mapping[str, int]) -> Wake:
@@ -268,16 +294,31 @@ class RedisLanes:
     async def _resync_all(self, cursors: Mapping[str, int]) -> Wake:
         return Wake({}, await self.tail(list(cursors)), frozenset(cursors))
 
-    # Sweeping
+    async def post(self, topic: str, messages: Sequence[str]) -> None:
+        process_of(topic)
+        if messages:
+            await self._store.run("post", topic, self.limits.inbox_kept_ms, len(messages), *messages)
 
-    async def sweep(self, *, stuck_ms: int) -> Swept:
+    # Watching and sweeping
+
+    async def queues(self, base: str) -> list[QueueInfo]:
+        [[lanes, pools]] = await self._store.run("queues", base)
+        return queue_infos(base, lanes, pools)
+
+    async def sweep(self, *, stuck_ms: int, orphan_ms: int) -> Swept:
         limits = self.limits
-        kept = (limits.result_kept_ms, limits.record_kept_ms, limits.lease_ms * _PEER_KEPT_LEASES)
-        failures = (stuck_ms, stuck(stuck_ms).model_dump_json(), limits.max_attempts, self._worn_out)
+        kept = (limits.result_kept_ms, limits.record_kept_ms, limits.lease_ms * _PEER_KEPT_LEASES, limits.inbox_kept_ms)
+        nobody = [orphaned(role, orphan_ms).model_dump_json() for role in (Role.TRAINER, Role.SAMPLER)]
+        failures: list[Value] = [stuck_ms, stuck(stuck_ms).model_dump_json(), orphan_ms, *nobody, limits.max_attempts, self._worn_out]
         total = Swept(0, 0, 0)
         while True:
-            [[results, records, num_stuck, is_done]] = await self._store.run("sweep", _SWEEP_BATCH, *kept, *failures)
-            total = Swept(total.results + results, total.records + records, total.stuck + num_stuck)
+            [[num_results, num_records, num_stuck, num_orphaned, is_done]] = await self._store.run("sweep", _SWEEP_BATCH, *kept, *failures)
+            total = Swept(
+                total.num_results + num_results,
+                total.num_records + num_records,
+                total.num_stuck + num_stuck,
+                total.num_orphaned + num_orphaned,
+            )
             if is_done:
                 return total
 
@@ -291,95 +332,3 @@ class _PoolCall:
 
     def answered(self) -> None:
         self.id = secrets.token_hex(8)
-
-
-def _refusal(why: str, submission: Submission | PoolSubmission, limits: LaneLimits) -> TinsmithError:
-    """The error that a refusal of `submit`, `void` or `pool_submit` stands for."""
-    if isinstance(submission, PoolSubmission):
-        work, lane, seq = "samples", submission.base, submission.key
-    else:
-        work, lane, seq = "commands", submission.lane, str(submission.seq)
-    held = limits.max_tenant_bytes
-    refusals: dict[str, TinsmithError] = {
-        "unknown": NotFound(f"model {lane!r} is unknown"),
-        "closed": SessionEnded(f"model {lane} is closed; create a new one"),
-        "ended": SessionEnded(f"session {submission.session} has ended; create a new one"),
-        "digest": RequestRejected(f"seq_id {seq} was already used with different content; send new content under a new seq_id"),
-        "pending": QuotaExceeded(f"{limits.max_pending} {work} are waiting already; wait for some of them before sending more"),
-        "bytes": QuotaExceeded(f"commands and results over {held} bytes are held; fetch results or wait, then retry"),
-    }
-    return refusals[why]
-
-
-def _flags(kind: Kind) -> str:
-    """What the scripts need to know of a kind: b barrier, r replayed, s save."""
-    return "b" * kind.is_barrier + "r" * kind.is_replayed + "s" * kind.is_save
-
-
-def _writes(writes: Sequence[Write]) -> Iterable[Value]:
-    yield len(writes)
-    for write in writes:
-        yield from (write.table, write.id, "" if write.value is None else "1", write.value or b"")
-
-
-def _staged(key: str, outcome: Outcome) -> list[Command]:
-    if outcome.result is None:
-        return []
-    return [("SET", f"res:new:{key}", outcome.result, "PX", _UNCLAIMED_MS)]
-
-
-def _size_and_failure(outcome: Outcome) -> tuple[int, str]:
-    size = -1 if outcome.result is None else len(outcome.result)
-    return size, "" if outcome.failure is None else outcome.failure.model_dump_json()
-
-
-def _check_owner(reply: Reply, lane: str, replica: str) -> None:
-    if reply[0] == b"fenced":
-        raise Fenced(f"model {lane} has another owner or is closed")
-    if reply[0] == b"expired":
-        raise _lease_expired(replica)
-
-
-def _lease_expired(replica: str) -> LeaseExpired:
-    return LeaseExpired(f"replica {replica} has no lease; renew, then ask again")
-
-
-def _entry(row: Sequence[bytes | int]) -> Entry:
-    rid, seq, kind, digest, size, tokens, state, attempts, artifact = (part.decode() if isinstance(part, bytes) else part for part in row)
-    return Entry(
-        rid=str(rid),
-        seq=int(seq),
-        kind=Kind(str(kind)),
-        digest=str(digest),
-        size=int(size),
-        tokens=int(tokens),
-        state=State(str(state)),
-        attempts=int(attempts),
-        artifact=str(artifact) or None,
-    )
-
-
-def _info(lane: str, held: Mapping[bytes, bytes]) -> LaneInfo:
-    return LaneInfo(
-        lane=lane,
-        tenant=held[b"tenant"].decode(),
-        session=held[b"session"].decode(),
-        base=held[b"base"].decode(),
-        is_open=held[b"state"] == b"open",
-        owner=_text(held[b"owner"]),
-        token=int(held[b"token"]),
-        durable=int(held[b"durable"]),
-        snapshot=_text(held[b"snapshot"]),
-        pending=int(held[b"pending"]),
-        held_bytes=int(held[b"held_bytes"]),
-        high=int(held[b"high"]),
-    )
-
-
-def _text(held: bytes) -> str | None:
-    return held.decode() or None
-
-
-def _event_id(id: bytes) -> tuple[int, int]:
-    number, _, epoch = id.partition(b"-")
-    return int(number), int(epoch)

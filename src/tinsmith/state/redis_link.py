@@ -20,6 +20,7 @@ from redis.exceptions import AuthenticationError, NoScriptError, OutOfMemoryErro
 from redis.exceptions import ConnectionError as ConnectionBroken
 from redis.exceptions import TimeoutError as ReplyLate
 
+from tinsmith import telemetry
 from tinsmith.protocol.errors import StateContention
 
 Value: TypeAlias = str | bytes | int
@@ -116,7 +117,11 @@ class RedisLink:
                 return await _guarded(self._blocking_client.execute_command(*parts))
         except TimeoutError as error:
             self._broken_at = monotonic()
+            telemetry.count(telemetry.STORE_ERRORS)
             raise StateContention("the store does not answer a blocking read; check that Redis is running") from error
+        except StateContention:
+            telemetry.count(telemetry.STORE_ERRORS)
+            raise
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -132,6 +137,7 @@ class RedisLink:
             return await _guarded(pipeline.execute(raise_on_error=False))
         except StateContention:
             self._broken_at = monotonic()
+            telemetry.count(telemetry.STORE_ERRORS)
             raise
 
 

@@ -1,4 +1,4 @@
-"""Records and leases in Redis. One hash a table, a field an id: "<version>:<value>", so a record is read in one look.
+"""Records, leases and quotas in Redis. One hash a table, a field an id: "<version>:<value>", so a record is read in one look.
 
 Knows nothing of lanes, only that they share its link and its identity.
 """
@@ -88,6 +88,17 @@ class RedisStore:
 
     async def unlease(self, name: str, holder: str) -> None:
         await self.run("unlease", name, holder)
+
+    async def reserve(self, quota: str, holder: str, *, limit: int, ttl_ms: int) -> bool:
+        (is_held,) = await self.run("reserve", quota, holder, limit, ttl_ms)
+        return bool(is_held)
+
+    async def unreserve(self, quota: str, holder: str) -> None:
+        await self.run("unreserve", quota, holder)
+
+    async def spend(self, budget: str, amount: float, *, per_s: float, burst: float) -> int:
+        (wait_ms,) = await self.run("spend", budget, repr(float(amount)), repr(float(per_s)), repr(float(burst)))
+        return int(wait_ms)
 
     async def close(self) -> None:
         await self._link.close()

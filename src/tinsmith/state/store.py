@@ -1,7 +1,8 @@
-"""Store: records by (table, id) with versions, and named leases. `memory_store.py` and `redis_store.py` implement it.
+"""Store: records by (table, id) with versions, named leases, and leased quotas and rates that hold for the whole cluster.
 
-What a record means is `catalog.py`'s business. Tables are named "<tenant>/<what>", so a look-up of another tenant's id cannot find
-it. Lanes write records too, in the same step as their own change (`protocol.futures.Write`); both live in one store.
+`memory_store.py` and `redis_store.py` implement it. What a record means is `catalog.py`'s business. Tables are named "<tenant>/<what>",
+so a look-up of another tenant's id cannot find it. Lanes write records too, in the same step as their own change
+(`protocol.futures.Write`); both live in one store.
 """
 
 from dataclasses import dataclass
@@ -51,6 +52,20 @@ class Store(Protocol):
         ...
 
     async def unlease(self, name: str, holder: str) -> None: ...
+
+    async def reserve(self, quota: str, holder: str, *, limit: int, ttl_ms: int) -> bool:
+        """Take one of `limit` units, or extend the one that the holder has; False where all are held. A unit that is not extended within
+        `ttl_ms` is free again. Extending never fails, also where the limit has become lower."""
+        ...
+
+    async def unreserve(self, quota: str, holder: str) -> None:
+        """Give the unit back. Idempotent."""
+        ...
+
+    async def spend(self, budget: str, amount: float, *, per_s: float, burst: float) -> int:
+        """Take `amount` from a token bucket that fills at `per_s` up to `burst`; answers 0, or the ms after which it would be there, with
+        nothing taken. An amount above `burst` counts as `burst`. A resend after a lost reply may pay twice."""
+        ...
 
     async def close(self) -> None:
         """Drop the handle; the data stay."""

@@ -11,7 +11,7 @@ from tests.fakes.face import BASE, WORKER, Face, open_face
 from tests.unit.gateway.test_weights import keep
 from tinsmith.lifecycle.artifacts import MARGIN_S, ArtifactSweep, min_age_s
 from tinsmith.lifecycle.checkpoints import ArtifactKind, Checkpoints, artifact_id
-from tinsmith.lifecycle.sessions import LEADER, end_session
+from tinsmith.lifecycle.sessions import LEADER, SESSION_END_KEPT_MS, end_session
 from tinsmith.protocol.errors import StateContention
 from tinsmith.protocol.sessions import SamplerRecord
 from tinsmith.state.catalog import Catalog, Pin
@@ -102,10 +102,32 @@ async def test_the_snapshot_of_an_open_lane_stays_and_one_that_was_not_committed
     assert await world.left() == {snapshot}
 
 
-async def test_the_snapshot_of_a_closed_lane_goes(world: World) -> None:
+async def test_the_snapshot_of_an_unloaded_model_goes(world: World) -> None:
     await world.commit(0)
+    await world.face.ok("/unload_model", {"model_id": world.model_id})
     await world.end()
     assert await world.left() == set()
+
+
+@pytest.mark.proves("R67")
+async def test_the_last_snapshot_of_a_session_stays_for_a_day_after_its_end(world: World) -> None:
+    snapshot = await world.commit(0)
+    now_ms = world.face.clock[0]
+    await end_session(world.face.services.catalog, world.face.lanes, "local", world.session_id, reason="success", now_ms=now_ms)
+    world.face.advance(SESSION_END_KEPT_MS - 1)
+    assert await world.left() == {snapshot}
+    world.face.advance(1)
+    assert await world.left() == set()
+
+
+async def test_a_checkpoint_goes_when_it_expires_unless_somebody_samples_from_it(world: World) -> None:
+    lost, sampled = world.write(TRAINING, seq=1), world.write(SAMPLER, seq=2)
+    for name, artifact in (("a", lost), ("b", sampled)):
+        await keep(world.face, name=name, artifact=artifact, expires_ms=world.face.clock[0] + 5)
+    await world.sample_from(sampled)
+    assert await world.left() == {lost, sampled}
+    world.face.advance(5)
+    assert await world.left() == {sampled}
 
 
 async def test_a_checkpoint_outlives_its_session_and_not_its_overwrite(world: World) -> None:

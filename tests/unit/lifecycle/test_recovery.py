@@ -19,9 +19,9 @@ INFO = LaneInfo(
     token=1,
     durable=-1,
     snapshot=None,
-    pending=0,
+    num_pending=0,
     held_bytes=0,
-    high=9,
+    last_seq=9,
 )
 
 

@@ -1,4 +1,4 @@
-"""The end of sessions, by their client or by the janitor."""
+"""The end of sessions, by their client or by the janitor, and what its passes keep up."""
 
 from dataclasses import replace
 
@@ -8,13 +8,18 @@ from tests.contract.scenes import sample
 from tests.fakes.face import Face, open_face
 from tinsmith.lifecycle.sessions import SessionSweep, end_session
 from tinsmith.protocol.errors import NotFound, ReasonCode, SessionEnded, StateContention
-from tinsmith.state.store import Store
+from tinsmith.protocol.sessions import ModelRecord
+from tinsmith.state.catalog import Catalog
+from tinsmith.state.quotas import MODEL_LEASE_MS, model_quota
+from tinsmith.state.store import Record, Store
 
 TIMEOUT_MS = 300_000
 
 
 def sweep_of(face: Face, store: Store | None = None, holder: str = "a") -> SessionSweep:
-    return SessionSweep(store or face.store, face.lanes, holder=holder, timeout_ms=TIMEOUT_MS, stuck_ms=10**12, lease_ms=20_000)
+    return SessionSweep(
+        store or face.store, face.lanes, holder=holder, timeout_ms=TIMEOUT_MS, stuck_ms=10**12, orphan_ms=10**12, lease_ms=20_000
+    )
 
 
 async def expired(sweep: SessionSweep) -> tuple[str, ...]:
@@ -136,6 +141,123 @@ async def test_ending_twice_keeps_the_first_reason():
         first = await end_session(catalog, face.lanes, "local", session_id, reason="success", now_ms=1)
         again = await end_session(catalog, face.lanes, "local", session_id, reason="errored", now_ms=2)
         assert first == again
+
+
+# The quota
+
+
+async def units(face: Face, limit: int) -> bool:
+    """Whether another model of the tenant would find room under the limit."""
+    quota = model_quota("local")
+    found = await face.store.reserve(quota, "another", limit=limit, ttl_ms=1000)
+    await face.store.unreserve(quota, "another")
+    return found
+
+
+@pytest.mark.proves("R59")
+async def test_a_model_holds_its_unit_of_the_quota_as_long_as_it_lives():
+    async with open_face() as face:
+        sweep, session_id = sweep_of(face), await face.session()
+        first, second = await face.model(session_id), await face.model(session_id, model_seq_id=1)
+        for model_id in (first, second):
+            await face.store.reserve(model_quota("local"), model_id, limit=2, ttl_ms=MODEL_LEASE_MS)
+        for _ in range(4):
+            face.advance(MODEL_LEASE_MS // 2)
+            await face.ok("/session_heartbeat", {"session_id": session_id})
+            await expired(sweep)
+        assert not await units(face, 2)
+        await face.ok("/unload_model", {"model_id": first})
+        assert await units(face, 2)
+        await expired(sweep)
+        assert await units(face, 2)
+        assert not await units(face, 1)
+        await end_session(face.services.catalog, face.lanes, "local", session_id, reason="success", now_ms=face.clock[0])
+        assert await units(face, 1)
+
+
+@pytest.mark.proves("R59")
+async def test_a_model_whose_unit_has_lapsed_takes_it_again_whatever_the_limit():
+    async with open_face() as face:
+        sweep, session_id = sweep_of(face), await face.session()
+        model_id = await face.model(session_id)
+        await face.store.unreserve(model_quota("local"), model_id)
+        await face.store.reserve(model_quota("local"), "holder", limit=1, ttl_ms=MODEL_LEASE_MS)
+        await expired(sweep)
+        assert not await units(face, 2)
+
+
+async def test_a_model_that_has_just_ended_gets_no_unit_anew(monkeypatch: pytest.MonkeyPatch):
+    """A pass that listed it before its end comes to it after."""
+    async with open_face() as face:
+        model_id = await face.model()
+        listed = await face.services.catalog.live_models("local")
+        await face.ok("/unload_model", {"model_id": model_id})
+
+        async def stale(*_: object) -> list[ModelRecord]:
+            return listed
+
+        monkeypatch.setattr(Catalog, "live_models", stale)
+        await expired(sweep_of(face))
+        assert await units(face, 1)
+
+
+async def test_a_model_of_a_session_that_nobody_knows_is_let_be():
+    async with open_face() as face:
+        session_id = await face.session()
+        model_id = await face.model(session_id)
+        await face.store.delete("local/sessions", session_id)
+        await face.store.delete("local/beats", session_id)
+        await expired(sweep_of(face))
+        info = await face.lanes.lane(model_id)
+        assert info is not None
+        assert info.is_open
+        assert not await units(face, 1)
+
+
+# What a pass costs
+
+
+class Watched:
+    """A store that notes which tables are listed."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.listed: set[str] = set()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._store, name)
+
+    async def list(self, table: str) -> dict[str, Record]:
+        self.listed.add(table)
+        return await self._store.list(table)
+
+
+async def test_a_pass_reads_what_lives_alone():
+    async with open_face() as face:
+        store = Watched(face.store)
+        session_id = await face.session()
+        model_id = await face.model(session_id)
+        await end_session(face.services.catalog, face.lanes, "local", session_id, reason="success", now_ms=face.clock[0])
+        await face.model()
+        await expired(sweep_of(face, store))
+        assert store.listed == {"system/tenants", "local/beats", "local/models"}
+        assert [model.ended_ms is None for model in await face.services.catalog.live_models("local")] == [True]
+        assert {model.model_id for model in await face.services.catalog.models("local")} >= {model_id}
+
+
+@pytest.mark.proves("R51")
+async def test_work_that_no_trainer_serves_fails_after_the_time_that_the_sweep_was_given():
+    async with open_face() as face:
+        sweep = SessionSweep(face.store, face.lanes, holder="a", timeout_ms=10**12, stuck_ms=10**12, orphan_ms=600_000, lease_ms=20_000)
+        model_id = await face.model()
+        await expired(sweep)
+        face.advance(600_000)
+        report = await sweep.run()
+        assert report is not None
+        assert report.swept.num_orphaned == 1
+        info = await face.lanes.lane(model_id)
+        assert info is not None
+        assert (info.is_open, info.num_pending) == (True, 0)
 
 
 class Flaky:

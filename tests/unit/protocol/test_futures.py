@@ -46,9 +46,9 @@ def test_terminal_states():
 @pytest.mark.proves("R26")
 def test_an_outcome_has_a_result_or_a_failure():
     assert Outcome(result=b"").state is State.COMPLETED
-    assert Outcome.failed(ValidationFailed("m"), tainted=True).state is State.FAILED
-    assert Outcome.failed(ValidationFailed("m"), tainted=True).tainted
-    assert Outcome.failed(Cancelled("m"), tainted=False).state is State.CANCELLED
+    assert Outcome.failed(ValidationFailed("m"), is_tainted=True).state is State.FAILED
+    assert Outcome.failed(ValidationFailed("m"), is_tainted=True).is_tainted
+    assert Outcome.failed(Cancelled("m"), is_tainted=False).state is State.CANCELLED
     with pytest.raises(ValueError, match="not both"):
         Outcome()
     with pytest.raises(ValueError, match="not both"):

@@ -3,14 +3,14 @@
 import pytest
 
 from tinsmith.protocol.errors import ValidationFailed
-from tinsmith.protocol.ids import Work, check_name, model_id, parse_request_id, request_id, sampling_session_id
+from tinsmith.protocol.ids import WorkKind, check_name, model_id, parse_request_id, request_id, sampling_session_id
 
 SECRET = b"secret"
 
 
 def make(**changes: object) -> str:
     fields: dict[str, object] = {"epoch": "0123abcd", "secret": SECRET, "tenant": "a", "lane": "s:train:0", "seq": 1}
-    return request_id(Work.TRAINING, **(fields | changes))  # type: ignore[arg-type]
+    return request_id(WorkKind.TRAINING, **(fields | changes))  # type: ignore[arg-type]
 
 
 @pytest.mark.proves("R31")
@@ -25,10 +25,10 @@ def test_every_part_of_the_natural_key_counts():
 def test_an_id_tells_kind_and_epoch_and_whose_it_is():
     parsed = parse_request_id(make(), secret=SECRET, tenant="a")
     assert parsed is not None
-    assert (parsed.text, parsed.work, parsed.epoch, parsed.genuine) == (make(), Work.TRAINING, "0123abcd", True)
+    assert (parsed.text, parsed.work, parsed.epoch, parsed.is_genuine) == (make(), WorkKind.TRAINING, "0123abcd", True)
     foreign = parse_request_id(make(), secret=SECRET, tenant="b")
     assert foreign is not None
-    assert not foreign.genuine
+    assert not foreign.is_genuine
 
 
 @pytest.mark.parametrize("text", ["", "t", make()[:-1], make() + "0", "x" + make()[1:], make().upper(), make() + "\n"])
@@ -40,7 +40,7 @@ def test_a_forged_id_is_not_genuine():
     forged = make()[:-1] + ("0" if make()[-1] != "0" else "1")
     parsed = parse_request_id(forged, secret=SECRET, tenant="a")
     assert parsed is not None
-    assert not parsed.genuine
+    assert not parsed.is_genuine
 
 
 def test_derived_names():

@@ -5,6 +5,7 @@ import json
 import math
 import random
 from array import array
+from dataclasses import replace
 
 import pytest
 import zstandard
@@ -25,9 +26,12 @@ from tinsmith.protocol.training import (
     Kind,
     LoadWeights,
     LoraConfig,
+    LrSchedule,
     OptimStep,
     SaveWeights,
     SaveWeightsForSampler,
+    SgdParams,
+    TrainStep,
 )
 
 
@@ -65,11 +69,16 @@ SPARSE = Tensor(DType.FLOAT32, (2, 3), array("f", [1, 2]).tobytes(), Csr(array("
 COMMANDS = [
     CreateModel(lora=LoraConfig(rank=8, seed=3, train_mlp=False)),
     LoadWeights(path="tinker://r/weights/n", artifact="a", optimizer=True, lora=LoraConfig(seed=1)),
-    OptimStep(adam=AdamParams(learning_rate=3e-4)),
+    OptimStep(optimizer=AdamParams(learning_rate=3e-4)),
+    OptimStep(optimizer=SgdParams(momentum=0.9), schedule=LrSchedule(kind="cosine", warmup_steps=2, total_steps=9)),
     SaveWeights(name="n", overwrite=True, ttl_seconds=3600, user_metadata={"b": "1", "a": "2"}),
     SaveWeightsForSampler(sampling_session_id="s:sample:0"),
     compute(),
     compute(backward=False, config={"b": 0.25, "a": "text"}),
+    replace(compute(), micro_batch_tokens=512),
+    replace(compute(backward=False), metrics_only=True),
+    TrainStep(compute(), OptimStep(optimizer=AdamParams())),
+    TrainStep(replace(compute(), micro_batch_tokens=7), OptimStep(optimizer=SgdParams(), schedule=LrSchedule())),
     Compute((Datum(ModelInput((text(1),) * 2), {"weights": SPARSE}),), "x", {}, True),
     sample(),
     sample(adapter=None, params=SamplingParams(seed=0, stop=()), prompt_logprobs=False, topk_prompt_logprobs=0),
@@ -165,6 +174,16 @@ def test_compute_outputs_share_a_record_with_neighbours_of_equal_trailing_shape(
     assert [record.num_datums for record in message.loss_fn_outputs] == [2, 1, 1]
     assert {record.type_tag for record in message.loss_fn_outputs} == {message.loss_fn_output_type} == {"ArrayRecord"}
     assert wire.decode_compute_output(encoded) == output
+
+
+def test_embeddings_are_records_of_their_own_and_an_evaluation_has_none():
+    output = ComputeOutput((), {"loss:sum": 1.5}, embeddings=(floats(1, 2), floats(3, 4)))
+    encoded = wire.encode_compute_output(output)
+    (record,) = pb.ForwardBackwardOutput.FromString(encoded).loss_fn_outputs
+    assert (record.num_datums, set(record.fields)) == (2, {"embeddings"})
+    assert wire.decode_compute_output(encoded) == output
+    evaluation = ComputeOutput((), {"loss:sum": 1.5, "nll:sum": 2.5})
+    assert wire.decode_compute_output(wire.encode_compute_output(evaluation)) == evaluation
 
 
 def test_compute_outputs_without_columns_keep_their_count():

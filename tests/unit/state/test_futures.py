@@ -15,9 +15,9 @@ PENDING = FutureRecord(
 )
 OUTCOMES = [
     Outcome(result=b"12345"),
-    Outcome.failed(InternalError("boom: ünïcode\nsecond line"), tainted=True),
-    Outcome.failed(ValueError("hidden"), tainted=True),
-    Outcome.failed(Cancelled("stop"), tainted=False),
+    Outcome.failed(InternalError("boom: ünïcode\nsecond line"), is_tainted=True),
+    Outcome.failed(ValueError("hidden"), is_tainted=True),
+    Outcome.failed(Cancelled("stop"), is_tainted=False),
 ]
 
 

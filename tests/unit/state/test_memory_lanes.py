@@ -67,10 +67,10 @@ async def test_the_bell_of_a_long_dead_replica_is_forgotten() -> None:
     await lanes.close("local", "m", ENDED)
     topic = bell_topic("r1")
     clock.now_ms += 500
-    await lanes.sweep(stuck_ms=10**9)
+    await lanes.sweep(stuck_ms=10**9, orphan_ms=10**12)
     assert await lanes.tail([topic]) == {topic: 1}
     clock.now_ms += 1000
-    await lanes.sweep(stuck_ms=10**9)
+    await lanes.sweep(stuck_ms=10**9, orphan_ms=10**12)
     assert await lanes.tail([topic]) == {topic: 0}
 
 

@@ -8,7 +8,7 @@ if not fields or fields.state ~= 'open' then return {'none'} end
 local is_new = fields.owner ~= replica
 if is_new and fields.owner ~= '' and (alive(fields.owner) or not may_depose) then return {'none'} end
 
-local entries = read_log(lane)
+local entries, seqs = read_log(lane, tonumber(fields.passed))
 local last_completed = last_completed_of(fields, entries)
 local num_running = 0
 
@@ -31,17 +31,17 @@ if is_new then
   call('SADD', 'owned:' .. replica, lane)
   call('HSET', key, 'owner', replica)
   call('HINCRBY', key, 'token', 1)
-  for _, seq in ipairs(arrived(lane)) do
+  for _, seq in ipairs(seqs) do
     if not is_terminal(entries[seq].state) then take_over(seq, entries[seq]) end
   end
   call('HSET', key, 'running', num_running)
 end
 call('ZREM', 'unowned:' .. fields.base, lane)
-local cursor = cursor_of(fields, entries, last_completed)
-if is_new and tonumber(call('HGET', key, 'pending')) > 0 then call('ZADD', 'moved', now, lane) end
+local cursor = cursor_of(lane, fields, entries, last_completed)
+if is_new and tonumber(call('HGET', key, 'pending')) > 0 then call('ZADD', 'moved:' .. fields.base, now, lane) end
 
 local replay = {}
-for _, seq in ipairs(arrived(lane)) do
+for _, seq in ipairs(seqs) do
   local entry = entries[seq]
   local is_unsettled_save = has(entry, 's') and not is_terminal(entry.state) and seq < last_completed
   if entry.state == 'completed' or is_unsettled_save then replay[#replay + 1] = row(seq, entry) end

@@ -4,7 +4,7 @@ local record = read('fut:' .. rid)
 if not record or record.tenant ~= tenant then return {''} end
 if record.state ~= 'pending' then return {record.state} end
 if record.base then
-  call('LREM', queue_key(tenant, record.base), 1, rid)
+  call('ZREM', queue_key(tenant, record.base), rid)
   leave_ring_if_empty(tenant, record.base)
   end_sample(record, 'cancelled', failure)
 else

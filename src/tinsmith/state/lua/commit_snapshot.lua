@@ -10,8 +10,8 @@ if seq == durable and artifact == fields.snapshot then return {'ok', fields.form
 local passed = tonumber(fields.passed)
 if seq < durable then return {'early'} end
 if seq >= passed then -- what was never handed out may have ended all the same
-  local entries = read_log(lane)
-  if seq >= cursor_of(fields, entries, last_completed_of(fields, entries)) then return {'early'} end
+  local entries = read_log(lane, passed)
+  if seq >= cursor_of(lane, fields, entries, last_completed_of(fields, entries)) then return {'early'} end
 end
 
 local trimmed = {}

@@ -22,8 +22,12 @@ for _, item in ipairs(items) do
   local record = item.record
   if item.is_fresh then
     drop_sample_body(record)
-    if item.size >= 0 then place_result(item.staged, item.rid, record.tenant, item.size) end
+    if item.size >= 0 then
+      place_result(item.staged, item.rid, record.tenant, item.size)
+      call('SADD', results_of_session(record.tenant, record.session), item.rid)
+    end
     call('SREM', 'pool:held:' .. replica .. '|' .. record.base, item.rid)
+    count_running(record.tenant, record.base, -1)
     settle_record(item.rid, item.state, item.failure, item.size)
     arg_index = item.writes_at
     apply_writes(true)

@@ -1,8 +1,9 @@
 -- Append a sample to the pool lane of its tenant, once; the body lies ready as in submit.
--- ARGV: base, tenant, session, lane, key, kind, rid, digest, size, tokens, max_pending, max_tenant_bytes.
+-- ARGV: base, tenant, session, lane, key, kind, rid, digest, size, tokens, max_pending, max_tenant_bytes, trace, reply_to.
 -- Answers {"ok", state, fresh} or {"digest" | "ended" | "pending" | "bytes" | "body"}.
 local base, tenant, session, lane, natural_key, kind = arg(), arg(), arg(), arg(), arg(), arg()
 local rid, digest, size, tokens, max_pending, max_tenant_bytes = arg(), arg(), num(), num(), num(), num()
+local trace, reply_to = arg(), arg()
 local body = 'body:' .. rid .. ':' .. digest
 local queue = queue_key(tenant, base)
 local record = call('HMGET', 'fut:' .. rid, 'digest', 'state')
@@ -18,7 +19,7 @@ if call('EXISTS', ended_key(tenant, session)) == 1 then
   call('DEL', body)
   return {'ended'}
 end
-if call('LLEN', queue) >= max_pending then
+if call('ZCARD', queue) >= max_pending then
   call('DEL', body)
   return {'pending'}
 end
@@ -28,11 +29,15 @@ if tonumber(call('HGET', 'bytes', tenant) or 0) + size > max_tenant_bytes then
 end
 if call('EXISTS', body) == 0 then return {'body'} end
 call('PERSIST', body)
+local arrival = call('INCR', 'pool:arrivals')
 call('HSET', 'fut:' .. rid, 'rid', rid, 'tenant', tenant, 'session', session, 'lane', lane, 'seq', natural_key, 'kind', kind,
   'digest', digest, 'state', 'pending', 'submitted_ms', now, 'base', base, 'size', size, 'tokens', tokens, 'attempts', 0, 'token', 0,
-  'replica', '', 'arrival', call('INCR', 'pool:arrivals'))
+  'replica', '', 'arrival', arrival)
+if trace ~= '' then call('HSET', 'fut:' .. rid, 'trace', trace) end
+if reply_to ~= '' then call('HSET', 'fut:' .. rid, 'reply_to', reply_to) end
 call('HINCRBY', 'bytes', tenant, size)
-call('RPUSH', queue, rid)
+call('ZADD', queue, arrival, rid)
+call('ZADD', samples_key(tenant, session), arrival, rid)
 call('SADD', 'bases', base)
 join_ring(tenant, base)
 emit('work:' .. base, lane)

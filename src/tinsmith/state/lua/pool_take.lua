@@ -9,7 +9,7 @@ local mine = replica .. '|' .. base
 
 local function sample_row(record)
   return {record.rid, record.tenant, record.digest, tonumber(record.size), tonumber(record.tokens), tonumber(record.token),
-    tonumber(record.attempts)}
+    tonumber(record.attempts), record.trace or '', record.reply_to or ''}
 end
 
 local function answer_again(rids)
@@ -27,7 +27,8 @@ if last and last.id == call_id then return answer_again(last.rids) end
 reclaim_pool(base, max_attempts, worn_out)
 
 local function hand_out(record, tenant, tag)
-  call('LPOP', queue_key(tenant, base))
+  call('ZREM', queue_key(tenant, base), record.rid)
+  count_running(tenant, base, 1)
   record.token = call('HINCRBY', 'fut:' .. record.rid, 'token', 1)
   call('HSET', 'fut:' .. record.rid, 'state', 'running', 'replica', replica)
   call('HSETNX', 'fut:' .. record.rid, 'started_ms', now)
@@ -42,7 +43,7 @@ while #rows < max_entries do
   local head = call('ZRANGE', 'pool:ring:' .. base, 0, 0, 'WITHSCORES')
   if #head == 0 then break end
   local tenant, tag = head[1], tonumber(head[2])
-  local record = read('fut:' .. call('LINDEX', queue_key(tenant, base), 0))
+  local record = read('fut:' .. call('ZRANGE', queue_key(tenant, base), 0, 0)[1])
   local attempts = tonumber(record.attempts)
   if #rows > 0 and (attempts > 0 or num_tokens + tonumber(record.tokens) > max_tokens) then break end
   hand_out(record, tenant, tag)

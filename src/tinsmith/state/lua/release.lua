@@ -5,7 +5,8 @@ local fields = read(key)
 if not fields or fields.state ~= 'open' or fields.token ~= token then return {'fenced'} end
 if fields.owner == '' then return {'ok'} end
 if fields.owner ~= replica then return {'fenced'} end
-for seq, entry in pairs(read_log(lane)) do
+for _, seq in ipairs(call('ZRANGEBYSCORE', 'unsettled:' .. lane, '-inf', '(' .. fields.passed)) do
+  local entry = entry_at(lane, seq)
   if entry.state == 'running' then
     entry.state = 'pending'
     put_entry(lane, seq, entry)

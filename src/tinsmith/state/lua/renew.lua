@@ -1,10 +1,11 @@
 -- Extend a replica's lease and pass on what its peers that are gone hold.
--- ARGV: replica, base, description, lease_ms, max_attempts, failure of a command that wore its workers out.
+-- ARGV: replica, base, role, description, lease_ms, max_attempts, failure of a command that wore its workers out.
 -- Answers the base model's lanes that have work and no living owner, oldest first.
-local replica, base, description, lease_ms, max_attempts, worn_out = arg(), arg(), arg(), arg(), num(), arg()
+local replica, base, role, description, lease_ms, max_attempts, worn_out = arg(), arg(), arg(), arg(), num(), num(), arg()
 call('SADD', 'bases', base)
 call('SET', 'replica:' .. replica, description, 'PX', lease_ms)
 call('ZADD', 'peers:' .. base, now, replica)
+call('HSET', 'lived:' .. base, role, string.format('%.0f', now + lease_ms))
 for _, peer in ipairs(call('ZRANGE', 'peers:' .. base, 0, -1)) do
   if not alive(peer) then pass_on(peer, base) end
 end

@@ -17,7 +17,7 @@ local function settle_entry(seq, entry, state, size, failure, artifact)
     call('SADD', 'results:' .. lane, entry.rid)
   end
   settle_record(entry.rid, state, failure, size)
-  count_ended(lane, fields, true)
+  count_ended(lane, fields, seq, true)
 end
 
 local refused = refusal(fields, replica, token)

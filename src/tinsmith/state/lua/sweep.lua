@@ -1,9 +1,13 @@
--- Free what is past its retention and fail what does not move, at most `batch` results and as many records a run.
--- ARGV: batch, result_kept_ms, record_kept_ms, peer_kept_ms, stuck_ms, failure of stuck work, max_attempts, failure of a command that
---       wore its workers out. Answers {results, records, stuck, 1 if nothing is left to do}.
-local batch, result_kept_ms, record_kept_ms, peer_kept_ms = num(), num(), num(), num()
-local stuck_ms, stuck, max_attempts, worn_out = num(), arg(), num(), arg()
-local num_results, num_records, num_stuck, is_done = 0, 0, 0, 1
+-- Free what is past its retention, finish what a close left, and fail what does not move or waits for nobody; at most `batch` results, as
+-- many records, and as many commands a run.
+-- ARGV: batch, result_kept_ms, record_kept_ms, peer_kept_ms, inbox_kept_ms, stuck_ms, failure of stuck work, orphan_ms, failure of what
+--       waits for a trainer, and for a sampler, max_attempts, failure of a command that wore its workers out.
+-- Answers {results, records, stuck, orphaned, 1 if nothing is left to do}.
+local batch, result_kept_ms, record_kept_ms, peer_kept_ms, inbox_kept_ms = num(), num(), num(), num(), num()
+local stuck_ms, stuck, orphan_ms, no_trainer, no_sampler = num(), arg(), num(), arg(), arg()
+local max_attempts, worn_out = num(), arg()
+local num_results, num_records, num_stuck, num_orphaned, is_done = 0, 0, 0, 0, 1
+local budget = batch -- of commands to fail
 
 local function batch_of(rids)
   if #rids == batch then is_done = 0 end
@@ -34,44 +38,72 @@ end
 local function fail_first(lane)
   local fields = read('lane:' .. lane)
   if fields.owner == '' or not alive(fields.owner) or tonumber(fields.running) > 0 then return end
-  for _, seq in ipairs(arrived(lane)) do
-    local entry = entry_at(lane, seq)
-    if entry.state == 'pending' then
-      if tonumber(call('HGET', 'fut:' .. entry.rid, 'submitted_ms')) > now - stuck_ms then return end
-      end_entry(lane, fields, seq, entry, 'failed', stuck)
-      emit('bell:' .. fields.owner, lane)
-      num_stuck = num_stuck + 1
-      return
-    end
-  end
+  local seq = tonumber(call('ZRANGE', 'unsettled:' .. lane, 0, 0)[1])
+  local entry = entry_at(lane, seq)
+  if tonumber(call('HGET', 'fut:' .. entry.rid, 'submitted_ms')) > now - stuck_ms then return end
+  end_entry(lane, fields, seq, entry, 'failed', stuck)
+  emit('bell:' .. fields.owner, lane)
+  num_stuck = num_stuck + 1
 end
 
--- Samples count from their submit, and the head of each line is its oldest.
-local function fail_old_samples(base, tenant)
-  local queue = queue_key(tenant, base)
-  local rid = call('LINDEX', queue, 0)
-  while rid do
-    local record = read('fut:' .. rid)
-    if tonumber(record.submitted_ms) > now - stuck_ms then break end
-    call('LPOP', queue)
-    end_sample(record, 'failed', stuck)
-    num_stuck = num_stuck + 1
-    rid = call('LINDEX', queue, 0)
+-- Samples count from their submit, and the head of each line is its oldest. Answers how many failed.
+local function fail_old_samples(base, tenant, kept_ms, failure)
+  local num_failed = 0
+  while budget > 0 do
+    local rid = call('ZRANGE', queue_key(tenant, base), 0, 0)[1]
+    local record = rid and read('fut:' .. rid)
+    if not record or tonumber(record.submitted_ms) > now - kept_ms then return num_failed end
+    withdraw_sample(record, failure)
+    num_failed = num_failed + 1
+    budget = budget - 1
   end
-  leave_ring_if_empty(tenant, base)
+  is_done = 0
+  return num_failed
+end
+
+local function is_orphaned(base, role) return tonumber(call('HGET', 'lived:' .. base, role) or 0) <= now - orphan_ms end
+
+-- A lane that no trainer has served for so long: all of it fails. A last owner that should wake up is fenced first, since what it has run
+-- meanwhile counts no more.
+local function fail_orphan(lane)
+  local fields = read('lane:' .. lane)
+  if fields.owner ~= '' then
+    call('SREM', 'owned:' .. fields.owner, lane)
+    call('HSET', 'lane:' .. lane, 'owner', '', 'running', 0)
+    call('HINCRBY', 'lane:' .. lane, 'token', 1)
+  end
+  local num_failed = fail_unsettled(lane, fields.tenant, no_trainer, budget, true)
+  num_orphaned = num_orphaned + num_failed
+  budget = budget - num_failed
+  if call('EXISTS', 'unsettled:' .. lane) == 0 then has_no_work(lane, fields.base) else is_done = 0 end
 end
 
 local function forget_peer(base, peer)
   if alive(peer) or call('EXISTS', 'owned:' .. peer) == 1 then return end
   call('ZREM', 'peers:' .. base, peer)
   call('DEL', 'topic:bell:' .. peer)
-  call('HDEL', 'topics', 'bell:' .. peer)
+  call('HDEL', 'topics', 'bell:' .. peer, 'inbox:' .. peer)
 end
 
-for _, lane in ipairs(older_than('moved', stuck_ms)) do fail_first(lane) end
+-- The numbers of a living reader's inbox go on, or it would take new messages for old ones.
+local function forget_inbox(topic)
+  call('ZREM', 'inboxes', topic)
+  if not alive(string.sub(topic, #'inbox:' + 1)) then call('HDEL', 'topics', topic) end
+end
+
+for _, lane in ipairs(call('SRANDMEMBER', 'closing', 1)) do
+  if not drain_closed(lane, batch) or call('EXISTS', 'closing') == 1 then is_done = 0 end
+end
 for _, base in ipairs(call('SMEMBERS', 'bases')) do
   reclaim_pool(base, max_attempts, worn_out)
-  for _, tenant in ipairs(call('ZRANGE', 'pool:ring:' .. base, 0, -1)) do fail_old_samples(base, tenant) end
+  for _, lane in ipairs(is_orphaned(base, 'trainer') and older_than('moved:' .. base, orphan_ms) or {}) do fail_orphan(lane) end
+  for _, lane in ipairs(older_than('moved:' .. base, stuck_ms)) do fail_first(lane) end
+  local has_no_sampler = is_orphaned(base, 'sampler')
+  for _, tenant in ipairs(call('ZRANGE', 'pool:ring:' .. base, 0, -1)) do
+    if has_no_sampler then num_orphaned = num_orphaned + fail_old_samples(base, tenant, orphan_ms, no_sampler) end
+    num_stuck = num_stuck + fail_old_samples(base, tenant, stuck_ms, stuck)
+  end
   for _, peer in ipairs(older_than('peers:' .. base, peer_kept_ms)) do forget_peer(base, peer) end
 end
-return {num_results, num_records, num_stuck, is_done}
+for _, topic in ipairs(older_than('inboxes', inbox_kept_ms)) do forget_inbox(topic) end
+return {num_results, num_records, num_stuck, num_orphaned, is_done}
