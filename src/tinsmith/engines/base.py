@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from tinsmith.protocol.errors import TinsmithError
+from tinsmith.protocol.errors import TinsmithError, ValidationFailed
 from tinsmith.protocol.sampling import Sample, SampleOutput
 from tinsmith.protocol.training import ComputeOutput, EngineCommand, LoraConfig, OptimOutput
 
@@ -26,7 +26,7 @@ class Contents(StrEnum):
     """How much of an adapter a capture holds; each contains the ones above it."""
 
     SAMPLER = "sampler"  # a PEFT folder: adapter_config.json, adapter_model.safetensors
-    CHECKPOINT = "checkpoint"  # + fp32 masters, Adam moments, step count
+    CHECKPOINT = "checkpoint"  # + fp32 masters, the optimizer, its moments and step count
     SNAPSHOT = "snapshot"  # + unspent gradients
 
 
@@ -37,6 +37,15 @@ class Job:
     model_id: str
     seq: int
     command: EngineCommand
+
+
+def check_optimizer(taken: str, num_steps: int, asked: str) -> None:
+    """Raises ValidationFailed for a step of another optimizer than the ones that a model has taken: their states do not convert."""
+    if num_steps and taken != asked:
+        raise ValidationFailed(
+            f"optimizer: the model has taken {num_steps} steps of {taken} and takes none of {asked}; send {taken}, or load a checkpoint "
+            "without its optimizer to begin anew"
+        )
 
 
 class TrainingEngine(Protocol):
@@ -56,7 +65,8 @@ class TrainingEngine(Protocol):
         ...
 
     def run(self, jobs: Sequence[Job]) -> list[Answer]:
-        """One answer a job, in order. forward_backward adds to the adapter's gradient only at its end."""
+        """One answer a job, in order. forward_backward adds to the adapter's gradient only at its end; train_step does that and steps, or
+        neither. A model that has taken steps of one optimizer refuses those of another."""
         ...
 
     def capture(self, model_id: str, contents: Contents) -> Files: ...
@@ -76,6 +86,17 @@ class TrainingEngine(Protocol):
 
 
 Ticket = str
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """New tokens of one sequence of a watched request, from position `offset` on."""
+
+    ticket: Ticket
+    sequence: int
+    offset: int
+    tokens: list[int]
+    logprobs: list[float]
 
 
 class SamplingEngine(Protocol):
@@ -100,8 +121,17 @@ class SamplingEngine(Protocol):
         """Forget a request and free its rows; unknown tickets are ignored."""
         ...
 
+    def watch(self, ticket: Ticket) -> None:
+        """Let `drawn` report the request; called right after its `add`. Unknown tickets are ignored; unwatched requests cost nothing."""
+        ...
+
     def step(self) -> list[tuple[Ticket, SampleOutput | TinsmithError]]:
         """Advance every running sequence by one token (or one prefill) and answer the requests that finished."""
+        ...
+
+    def drawn(self) -> list[Drawn]:
+        """What watched requests that run have drawn since the last call, each sequence in order and without gaps. Tokens with whose text a
+        stop string may begin are held back until that is decided. A request that has ended reports no more: its answer has the rest."""
         ...
 
     @property

@@ -2,42 +2,25 @@
 
 The model that they stand on is described in `fake_model.py`.
 
-Faults, for tests that speak HTTP only. A sequence that starts with the token 31337 asks for one with its second token:
-
-    second  third  effect
-    1       ms     sleep, then work as usual
-    2              raise before anything is mutated
-    3              raise when half of the effect is in the adapter
-    4              hang for ever
-    5              exit the process at once
-    6              refuse the command (ValidationFailed)
-    7       ms     hold the interpreter lock, then work as usual
-    8       ms     put half of the effect in the adapter, sleep, then do the rest: what a late thread leaves behind
-
-In a prompt to be sampled 3 acts as 2 and 8 as 1. Tests in the same process pass `before`, and wait or raise there.
+Callers ask for faults as `fake_faults.py` says. Tests in the same process pass `before`, and wait or raise there.
 """
 
-import ctypes
-import os
-import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from enum import IntEnum
 from itertools import pairwise
 
-from tinsmith.engines.base import Answer, Contents, Files, Job, Ticket
+from tinsmith.engines import fake_passes
+from tinsmith.engines.base import Answer, Contents, Drawn, Files, Job, Ticket, check_optimizer
+from tinsmith.engines.fake_faults import Fault, before_any_effect, fault_in, fault_of, suffer, suffer_seeded
 from tinsmith.engines.fake_model import (
     DIMENSIONS,
     Adapter,
     Progress,
-    Rows,
     Vector,
     adapter_of,
     candidates,
-    check_config,
-    check_datum,
     check_tokens,
     draw,
     files_of,
@@ -45,25 +28,20 @@ from tinsmith.engines.fake_model import (
     step,
 )
 from tinsmith.protocol.errors import InputTokensExceeded, NotFound, TinsmithError, ValidationFailed
-from tinsmith.protocol.inputs import Datum
+from tinsmith.protocol.loss_checks import Limits
 from tinsmith.protocol.sampling import Sample, SampledSequence, SampleOutput, StopReason
-from tinsmith.protocol.training import MAX_LORA_RANK, Compute, ComputeOutput, LoraConfig
-
-FAULT_TOKEN = 31337
-EXIT_CODE = 70
+from tinsmith.protocol.training import (
+    MAX_LORA_RANK,
+    Compute,
+    ComputeOutput,
+    EngineCommand,
+    LoraConfig,
+    OptimOutput,
+    OptimStep,
+    TrainStep,
+)
 
 Before = Callable[[str, str], None]  # operation and subject: a model id, "<model id>/<seq>" of a job, an adapter's key, a ticket
-
-
-class Fault(IntEnum):
-    SLEEP = 1
-    RAISE = 2
-    RAISE_HALFWAY = 3
-    HANG = 4
-    EXIT = 5
-    REFUSE = 6
-    HOLD_LOCK = 7
-    LATE = 8
 
 
 class FakeTrainingEngine:
@@ -80,8 +58,7 @@ class FakeTrainingEngine:
     ) -> None:
         self._capacity = capacity
         self._max_rank = max_rank
-        self._vocab_size = vocab_size
-        self._max_context = max_context
+        self._limits = Limits(vocab_size, max_context)
         self._before = before
         self._adapters: dict[str, Adapter] = {}
         self.calls: Counter[str] = Counter()
@@ -104,13 +81,16 @@ class FakeTrainingEngine:
 
     def create_adapter(self, model_id: str, lora: LoraConfig) -> None:
         self._enter("create_adapter", model_id)
+        suffer_seeded("create_adapter", lora.seed)
         if lora.rank > self._max_rank:
             raise ValidationFailed(f"lora_config.rank: {lora.rank} is over this base model's {self._max_rank}; choose a smaller one")
         self._place(model_id, Adapter.fresh(lora))
 
     def drop_adapter(self, model_id: str) -> None:
         self._enter("drop_adapter", model_id)
-        self._adapters.pop(model_id, None)
+        if model_id in self._adapters:
+            suffer_seeded("drop_adapter", self._adapters[model_id].lora.seed)
+            del self._adapters[model_id]
 
     def run(self, jobs: Sequence[Job]) -> list[Answer]:
         self.calls["run"] += 1
@@ -118,20 +98,24 @@ class FakeTrainingEngine:
 
     def capture(self, model_id: str, contents: Contents) -> Files:
         self._enter("capture", model_id)
+        suffer_seeded("capture", self._adapters[model_id].lora.seed)
         return files_of(self._adapters[model_id], contents)
 
     def load(self, model_id: str, files: Files, *, optimizer: bool) -> None:
         self._enter("load", model_id)
+        suffer_seeded("load", self._adapters[model_id].lora.seed)
         adapter, held = self._adapters[model_id], adapter_of(files, Contents.CHECKPOINT)
         if held.lora.rank != adapter.lora.rank:
             raise ValidationFailed(f"the checkpoint has rank {held.lora.rank}, the model {adapter.lora.rank}; load it into a new model")
         adapter.a, adapter.b = held.a, held.b
         adapter.m, adapter.g = held.m if optimizer else [0.0] * DIMENSIONS, [0.0] * DIMENSIONS
-        adapter.progress = Progress(steps=held.progress.steps if optimizer else 0, history=adapter.progress.history)
+        kept = held.progress if optimizer else Progress()
+        adapter.progress = Progress(steps=kept.steps, optimizer=kept.optimizer, history=adapter.progress.history)
         adapter.chain(f"load {held.progress.history} {optimizer}")
 
     def restore(self, model_id: str, lora: LoraConfig, files: Files) -> None:
         self._enter("restore", model_id)
+        suffer_seeded("restore", lora.seed)
         self._adapters.pop(model_id, None)
         self._place(model_id, replace(adapter_of(files, Contents.SNAPSHOT), lora=lora))
 
@@ -156,26 +140,37 @@ class FakeTrainingEngine:
             return NotFound(f"model {job.model_id!r} is not there; its creation failed")
         self._enter(job.command.kind.value, f"{job.model_id}/{job.seq}")
         try:
-            answer = self._compute(adapter, job.command) if isinstance(job.command, Compute) else step(adapter, job.command.adam)
+            answer = self._answer(adapter, job.command)
         except TinsmithError as refusal:
             return refusal
         self.ran.append((job.model_id, job.seq))
         return answer
 
+    def _answer(self, adapter: Adapter, command: EngineCommand) -> ComputeOutput | OptimOutput:
+        """Raises a TinsmithError with nothing changed."""
+        match command:
+            case OptimStep():
+                suffer_seeded("optim_step", adapter.lora.seed)
+                return step(adapter, command)
+            case Compute():
+                return self._compute(adapter, command)
+            case TrainStep():
+                if not command.compute.backward:
+                    raise ValidationFailed("train_step: its pass has no backward; send a forward_backward in it")
+                check_optimizer(adapter.progress.optimizer, adapter.progress.steps, command.step.optimizer.type)
+                output = self._compute(adapter, command.compute)
+                return replace(output, metrics=output.metrics | step(adapter, command.step).metrics)
+
     def _compute(self, adapter: Adapter, command: Compute) -> ComputeOutput:
-        check_config(command)
-        for index, datum in enumerate(command.data):
-            check_datum(f"data[{index}]", datum, command.loss_fn, self._vocab_size, self._max_context)
-        fault, ms = _fault_in(command.data)
-        _suffer(fault, ms)
-        rows = [Rows.of(datum, adapter.b) for datum in command.data]
-        gradient = [0.0] * DIMENSIONS
-        loss = sum((row.accumulate(command.loss_fn, adapter.a, gradient) for row in rows), 0.0)
-        if command.backward and command.data:
+        fake_passes.check(command, self._limits)
+        fault, ms = fault_in(command.data)
+        suffer(fault, ms)
+        output, gradient = fake_passes.compute(adapter, command)
+        if command.backward:
             _add(adapter, gradient, fault, ms)
             adapter.progress.accumulated += 1
             adapter.chain(f"forward_backward {[value.hex() for value in gradient]}")
-        return ComputeOutput(tuple(row.logprobs() for row in rows), {"loss:sum": loss})
+        return output
 
 
 def _add(adapter: Adapter, gradient: Vector, fault: Fault | None, ms: int) -> None:
@@ -191,41 +186,10 @@ def _add(adapter: Adapter, gradient: Vector, fault: Fault | None, ms: int) -> No
         adapter.g[index] += value
 
 
-def _fault_in(data: Sequence[Datum]) -> tuple[Fault | None, int]:
-    """The first fault that a datum asks for, and its third token."""
-    for datum in data:
-        fault, ms = _fault_of(datum.model_input.tokens)
-        if fault is not None:
-            return fault, ms
-    return None, 0
-
-
-def _fault_of(tokens: Sequence[int]) -> tuple[Fault | None, int]:
-    if len(tokens) < 2 or tokens[0] != FAULT_TOKEN or tokens[1] not in list(Fault):
-        return None, 0
-    return Fault(tokens[1]), tokens[2] if len(tokens) > 2 else 0
-
-
-def _suffer(fault: Fault | None, ms: int) -> None:
-    """Faults that strike before anything is mutated."""
-    match fault:
-        case Fault.SLEEP:
-            time.sleep(ms / 1000)
-        case Fault.RAISE:
-            raise RuntimeError("injected fault: nothing was mutated")
-        case Fault.HANG:
-            threading.Event().wait()
-        case Fault.EXIT:
-            os._exit(EXIT_CODE)
-        case Fault.REFUSE:
-            raise ValidationFailed("injected fault: refused")
-        case Fault.HOLD_LOCK:
-            ctypes.PyDLL(None).usleep(ms * 1000)  # PyDLL keeps the lock while it calls
-
-
 @dataclass(slots=True)
 class _Request:
-    """A sample under way: one list of tokens and log-probs a row. `limit`: tokens a row may have."""
+    """A sample under way: one list of tokens and log-probs a row. `limit`: tokens a row may have. `reported`: tokens a row, of a watched
+    request."""
 
     sample: Sample
     b: Vector
@@ -233,6 +197,7 @@ class _Request:
     rows: list[SampledSequence]
     open_rows: list[int]
     has_suffered: bool = False
+    reported: list[int] | None = None
 
 
 class FakeSamplingEngine:
@@ -271,7 +236,9 @@ class FakeSamplingEngine:
 
     def load_adapter(self, key: str, files: Files) -> None:
         self._enter("load_adapter", key)
-        self._adapters[key] = adapter_of(files, Contents.SAMPLER).b
+        adapter = adapter_of(files, Contents.SAMPLER)
+        suffer_seeded("load_adapter", adapter.lora.seed)
+        self._adapters[key] = adapter.b
         self._adapters.move_to_end(key)
         in_use = {request.sample.adapter for request in self._requests.values()} | {key}
         idle = [held for held in self._adapters if held not in in_use]
@@ -286,7 +253,7 @@ class FakeSamplingEngine:
         check_tokens("prompt", tokens, self._vocab_size)
         if sample.adapter is not None and sample.adapter not in self._adapters:
             raise NotFound(f"adapter {sample.adapter!r} is not loaded")
-        if _fault_of(tokens)[0] is Fault.REFUSE:
+        if fault_of(tokens)[0] is Fault.REFUSE:
             raise ValidationFailed("injected fault: refused")
         room = max(1, self._max_context - len(tokens))  # a prompt that fills the context still gets one token
         limit = room if sample.params.max_tokens is None else min(sample.params.max_tokens, room)
@@ -296,6 +263,15 @@ class FakeSamplingEngine:
 
     def cancel(self, ticket: Ticket) -> None:
         self._requests.pop(ticket, None)
+
+    def watch(self, ticket: Ticket) -> None:
+        request = self._requests.get(ticket)
+        if request is not None and request.reported is None:
+            request.reported = [0] * len(request.rows)
+
+    def drawn(self) -> list[Drawn]:
+        watched = [(ticket, request, request.reported) for ticket, request in self._requests.items() if request.reported is not None]
+        return [drawn for ticket, request, reported in watched for drawn in _report(ticket, request.rows, reported)]
 
     def step(self) -> list[tuple[Ticket, SampleOutput | TinsmithError]]:
         self._enter("step", "")
@@ -324,8 +300,8 @@ class FakeSamplingEngine:
         if request.has_suffered:
             return
         request.has_suffered = True
-        fault, ms = _fault_of(request.sample.prompt.tokens)
-        _suffer({Fault.RAISE_HALFWAY: Fault.RAISE, Fault.LATE: Fault.SLEEP}.get(fault, fault) if fault is not None else None, ms)
+        fault, ms = fault_of(request.sample.prompt.tokens)
+        suffer(before_any_effect(fault), ms)
 
     def _advance(self, request: _Request, row: int) -> None:
         """One token more for one row."""
@@ -345,6 +321,17 @@ class FakeSamplingEngine:
         if stop == ():
             return False
         return token in self._eos or (stop is not None and token in stop)
+
+
+def _report(ticket: Ticket, rows: Sequence[SampledSequence], reported: list[int]) -> list[Drawn]:
+    """The tokens above `reported`, which counts them from then on."""
+    news: list[Drawn] = []
+    for index, row in enumerate(rows):
+        offset = reported[index]
+        if len(row.tokens) > offset:
+            news.append(Drawn(ticket, index, offset, row.tokens[offset:], row.logprobs[offset:]))
+            reported[index] = len(row.tokens)
+    return news
 
 
 def _sample_output(request: _Request, vocab_size: int) -> SampleOutput:

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from tinsmith.engines.base import Files, Ticket
+from tinsmith.engines.base import Drawn, Files, Ticket
 from tinsmith.engines.sampler_cache import ATTENTION, PromptCache, RowCache
 from tinsmith.engines.sampler_lora import Adapter, AdapterShelf, Routes, RowGroup, read_adapter, wrap
 from tinsmith.engines.sampling_rules import Draw, LogprobMode, NonFiniteLogits, draw, uniform
@@ -51,6 +51,7 @@ class _Request:
     cache: PromptCache
     first_logits: Tensor | None = None  # [V], after the last prompt token
     num_started: int = 0
+    is_watched: bool = False
     finished: dict[int, SampledSequence] = field(default_factory=dict)
     prompt_logprobs: list[float | None] = field(default_factory=lambda: [None])
     topk_prompt_logprobs: list[list[tuple[int, float]] | None] = field(default_factory=lambda: [None])
@@ -69,21 +70,34 @@ class _Request:
 
 @dataclass(slots=True)
 class _Row:
-    """One sequence that decodes."""
+    """One sequence that decodes, or has ended with `ended`."""
 
     request: _Request
     index: int
     stops: StopMatcher
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    ended: StopReason | None = None
+    num_reported: int = 0
 
     def take(self, drawn: Draw) -> StopReason | None:
         """Append a token; why the sequence ends with it, or None."""
         self.tokens.append(drawn.token)
         self.logprobs.append(drawn.logprob)
         if self.stops.push(drawn.token):
-            return StopReason.STOP
-        return StopReason.LENGTH if len(self.tokens) >= self.request.max_new else None
+            self.ended = StopReason.STOP
+        elif len(self.tokens) >= self.request.max_new:
+            self.ended = StopReason.LENGTH
+        return self.ended
+
+    def report(self) -> Drawn | None:
+        """The tokens that are decided and were not reported yet."""
+        offset, num_held = self.num_reported, 0 if self.ended is not None else self.stops.num_undecided()
+        end = len(self.tokens) - num_held
+        if end <= offset:
+            return None
+        self.num_reported = end
+        return Drawn(self.request.ticket, self.index, offset, self.tokens[offset:end], self.logprobs[offset:end])
 
 
 class HfSampler:
@@ -122,6 +136,7 @@ class HfSampler:
         self._waiting: deque[_Request] = deque()  # those with samples that have not started, in the order of their turns
         self._rows: list[_Row] = []  # row i decodes in row i of the cache
         self._cache = RowCache(max_rows, self._device)
+        self._watched: list[_Row] = []  # of requests that run; those that have ended stay for one more report
 
     @property
     def max_rows(self) -> int:
@@ -159,6 +174,17 @@ class HfSampler:
             with torch.inference_mode():  # freeing a row may move another one
                 self._forget(request)
 
+    def watch(self, ticket: Ticket) -> None:
+        request = self._requests.get(ticket)
+        if request is not None and not request.is_watched:
+            request.is_watched = True
+            self._watched += [row for row in self._rows if row.request is request]
+
+    def drawn(self) -> list[Drawn]:
+        news = [row.report() for row in self._watched]
+        self._watched = [row for row in self._watched if row.ended is None]
+        return [drawn for drawn in news if drawn is not None]
+
     def step(self) -> list[Answered]:
         with torch.inference_mode():
             return [*self._start_waiting(), *self._decode()]
@@ -172,9 +198,11 @@ class HfSampler:
         if not prompt:
             raise ValidationFailed("prompt: empty; send at least one token")
         if len(prompt) > self._info.max_context:
-            raise InputTokensExceeded(f"prompt: {len(prompt)} tokens, the context of {self._info.name} is {self._info.max_context}")
+            raise InputTokensExceeded(
+                f"prompt: {len(prompt)} tokens, the context of {self._info.name} is {self._info.max_context}; shorten it"
+            )
         if min(prompt) < 0 or max(prompt) >= self._info.vocab_size:
-            raise ValidationFailed(f"prompt: token ids must be in [0, {self._info.vocab_size})")
+            raise ValidationFailed(f"prompt: token ids must lie in [0, {self._info.vocab_size}); use the base model's tokenizer")
         try:
             self._matcher(sample)
         except ValueError as error:
@@ -244,6 +272,8 @@ class HfSampler:
         """Draw the first token of the request's next sample, and give the sample a row unless it ends there."""
         row = _Row(request, request.num_started, self._matcher(request.sample))
         request.num_started += 1
+        if request.is_watched:
+            self._watched.append(row)
         try:
             ended = row.take(self._draw(row, first_logits))
         except NonFiniteLogits:
@@ -302,7 +332,9 @@ class HfSampler:
     def _refuse(self, request: _Request) -> Answered:
         self._forget(request, wipe=True)
         if request.adapter is None:
-            return request.ticket, InternalError(f"{self._info.name} gives logits that are not finite")
+            return request.ticket, InternalError(
+                f"{self._info.name} gives logits that are not finite; sample an earlier checkpoint if the adapter has diverged"
+            )
         return request.ticket, ValidationFailed(
             "the adapter gives logits that are not finite: its training has diverged; use an earlier one"
         )
@@ -314,6 +346,8 @@ class HfSampler:
             self._waiting.remove(request)
         for row in [row for row in self._rows if row.request is request]:
             self._drop_row(row, wipe=wipe)
+        if request.is_watched:
+            self._watched = [row for row in self._watched if row.request is not request]
         if request.sample.adapter is not None:
             self._shelf.release(request.sample.adapter)
 

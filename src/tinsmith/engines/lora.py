@@ -1,6 +1,6 @@
-"""Many LoRA adapters on one frozen base model: where their parameters lie, the linear layer that applies one, and their optimizer.
+"""Many LoRA adapters on one frozen base model: where their parameters lie, the linear layer that applies one, and their steps.
 
-An adapter's parameters lie in ONE contiguous float32 buffer (its masters); gradient and Adam moments are buffers of the same layout.
+An adapter's parameters lie in ONE contiguous float32 buffer (its masters); gradient and moments are buffers of the same layout.
 Switching adapters sets a pointer, the optimizer is one fused call, saving needs no gather. Knows nothing of losses, batches or files.
 
 Module matching, initialisation and scaling follow PEFT: y = x W^T + (alpha / r) (x A^T) B^T, A uniform in +-1/sqrt(I), B = 0.
@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.optim.adamw import adamw
 
-from tinsmith.protocol.errors import InternalError, ValidationFailed
-from tinsmith.protocol.training import LORA_ALPHA, AdamParams, LoraConfig
+from tinsmith.engines.optimizers import Moments, update
+from tinsmith.protocol.errors import InternalError, TinsmithError, ValidationFailed
+from tinsmith.protocol.training import LORA_ALPHA, LoraConfig, LrSchedule, OptimizerParams
 
 CLIP_EPS = 1e-6  # of torch.nn.utils.clip_grad_norm_
 MAX_BLOCK = 1 << 18  # float32 elements of a delta: 1 MiB stays in the cache, the whole of a head's took 4 times as long
@@ -119,13 +119,12 @@ class Layout:
         return [placement for placement in self.placements if placement]
 
 
-@dataclass(slots=True)
-class Moments:
-    """Adam's state after `step` steps."""
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a step did: the L2 norm of the gradient before clipping, and the learning rate after the schedule."""
 
-    exp_avg_P: Tensor
-    exp_avg_sq_P: Tensor
-    step: int
+    grad_norm: float
+    learning_rate: float
 
 
 @dataclass(slots=True)
@@ -156,12 +155,19 @@ class Adapter:
             raise ValidationFailed("the accumulated gradient is not finite; lower the weights, advantages or learning rate")
         self.grad_P = total_P
 
-    def step(self, params: AdamParams) -> float | None:
-        """One AdamW step as torch.optim.AdamW computes it; returns the L2 norm of the gradient before clipping.
+    def check_optimizer(self, params: OptimizerParams) -> None:
+        """Raises ValidationFailed if the adapter has taken steps of another optimizer."""
+        if self.moments is not None:
+            self.moments.check(params)
+
+    def step(self, params: OptimizerParams, schedule: LrSchedule | None = None) -> Step | None:
+        """One optimizer step, its learning rate scaled by the schedule's factor after the steps taken so far.
 
         Clipping scales the summed gradient by min(1, c / (norm + 1e-6)) before the moments see it. Nothing accumulated: nothing changes
-        and the answer is None. A norm that is not finite raises InternalError with the gradient cleared and all else unchanged.
+        and the answer is None. Raises ValidationFailed, with nothing changed, if the adapter has taken steps of another optimizer. A norm
+        that is not finite raises InternalError with the gradient cleared and all else unchanged.
         """
+        self.check_optimizer(params)
         grad_P, self.grad_P = self.grad_P, None
         if grad_P is None:
             return None
@@ -170,26 +176,22 @@ class Adapter:
             raise InternalError("the accumulated gradient is not finite; it was cleared and no step was taken")
         if params.grad_clip_norm > 0:
             grad_P.mul_(min(1.0, params.grad_clip_norm / (norm + CLIP_EPS)))
-        moments = self.moments or Moments(torch.zeros_like(grad_P), torch.zeros_like(grad_P), 0)
-        adamw(
-            [self.weights_P],
-            [grad_P],
-            [moments.exp_avg_P],
-            [moments.exp_avg_sq_P],
-            [],
-            [torch.tensor(float(moments.step), device=grad_P.device)],
-            fused=True,
-            amsgrad=False,
-            maximize=False,
-            lr=params.learning_rate,
-            beta1=params.beta1,
-            beta2=params.beta2,
-            eps=params.eps,
-            weight_decay=params.weight_decay,
-        )
+        moments = self.moments or Moments.fresh(params, grad_P)
+        learning_rate = params.learning_rate * (schedule.factor(moments.step) if schedule else 1.0)
+        update(self.weights_P, grad_P, moments, params, learning_rate)
         moments.step += 1
         self.moments = moments
-        return norm
+        return Step(norm, learning_rate)
+
+    def train(self, grad_P: Tensor, params: OptimizerParams, schedule: LrSchedule | None = None) -> Step | None:
+        """`accumulate` and `step`, both or neither: what either refuses leaves the adapter, an earlier gradient included, as it was."""
+        before_P = self.grad_P
+        self.accumulate(grad_P)
+        try:
+            return self.step(params, schedule)
+        except TinsmithError:
+            self.grad_P = before_P
+            raise
 
 
 class ActiveAdapter:

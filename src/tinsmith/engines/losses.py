@@ -1,12 +1,14 @@
-"""The losses as pure functions of log-probs: a value and the gradient that a backward pass is seeded with.
+"""The losses of single datums as pure functions of log-probs: a value and the gradient that a backward pass is seeded with.
 
-Exactly the set of `protocol/losses.py`. Knows nothing of models, batches or logits: the log-prob is the only differentiable quantity, so
-(value, g = dL/dlogprob) describes a loss completely. Values are plain sums, never means. Every closed form selects before it multiplies:
-a row with weight or advantage 0 adds exactly 0 to value and gradient, also where a ratio or a log-prob overflows.
+The losses of pairs are in `preference.py` and `embedding.py`. Knows nothing of models, batches or logits: the log-prob is the only
+differentiable quantity, so (value, g = dL/dlogprob) describes a loss completely. Values are plain sums, never means. Every closed form
+selects before it multiplies: a row with weight or advantage 0 adds exactly 0 to value and gradient, also where a ratio or a log-prob
+overflows.
 
 Shapes: N rows of one datum (one a token of its input), K targets a row.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -20,6 +22,10 @@ class LossTerm:
 
     value: float
     grad: Tensor
+
+    @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.value) and bool(torch.isfinite(self.grad).all())
 
 
 Loss = Callable[[Tensor, Mapping[str, Tensor], Mapping[str, float]], LossTerm]
@@ -55,6 +61,3 @@ def _weighted(inputs: Mapping[str, Tensor]) -> Tensor:
 
 def _total(terms: Tensor) -> float:
     return float(terms.sum(dtype=torch.float64))
-
-
-LOSSES: dict[str, Loss] = {"cross_entropy": cross_entropy, "importance_sampling": importance_sampling}

@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from huggingface_hub import constants, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from pydantic import BaseModel, ValidationError
 from tokenizers import Tokenizer
 
@@ -67,6 +67,26 @@ def resolve(source: str | None, name: str, cache: Path) -> BaseModelInfo:
     if "/" in source and directory.is_dir():
         return describe(name, directory.resolve())
     return describe(name, _from_hub(source))
+
+
+def present(source: str | None, name: str, cache: Path) -> Path | None:
+    """The directory that `resolve` would use, if its config.json is on this machine already. Fetches and converts nothing."""
+    source = name if source is None else source
+    if source == SMOLLM2_SOURCE:
+        directory: Path | None = cache / "models" / _SMOLLM2_DIRECTORY
+    elif "/" in source and Path(source).expanduser().is_dir():
+        directory = Path(source).expanduser()
+    else:
+        directory = _in_hub_cache(source)
+    return directory if directory is not None and (directory / "config.json").is_file() else None
+
+
+def _in_hub_cache(source: str) -> Path | None:
+    try:
+        found = try_to_load_from_cache(source, "config.json", cache_dir=constants.HF_HUB_CACHE)
+    except HFValidationError:  # a path that does not exist
+        return None
+    return Path(found).parent if isinstance(found, str) else None
 
 
 class ModelFacts(BaseModel):

@@ -1,14 +1,14 @@
 """The training engine: PyTorch, one frozen base model in memory, many LoRA adapters on it, on a CPU or one GPU.
 
-`run` is the main path: read and check a command, run its micro-batches, and only then add its gradient to the adapter. A command's result
+`run` is the main path: compute a command's pass (`passes.py`), and only then add its gradient to the adapter or step it. A command's result
 depends on the command and the adapter alone: not on what else runs, and in float32 with one thread it repeats bit for bit.
 
-Dimensions: B sequences of a micro-batch, T padded length, M its real tokens, D hidden size, P parameters of an adapter.
+Dimensions: T tokens, V vocabulary, P parameters of an adapter.
 """
 
-import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -16,16 +16,14 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from tinsmith.engines import batch, snapshot, unembed
+from tinsmith.engines import passes, snapshot
 from tinsmith.engines.base import Answer, Contents, Files, Job
-from tinsmith.engines.batch import Example
-from tinsmith.engines.lora import ActiveAdapter, Adapter, Layout, LoraLinear, install
-from tinsmith.engines.losses import LOSSES, LossTerm
+from tinsmith.engines.lora import ActiveAdapter, Adapter, Layout, LoraLinear, Step, install
+from tinsmith.engines.network import Network
 from tinsmith.protocol.errors import InternalError, NotFound, TinsmithError, ValidationFailed
+from tinsmith.protocol.loss_checks import Limits
 from tinsmith.protocol.sessions import BaseModelInfo
-from tinsmith.protocol.tensors import DType
-from tinsmith.protocol.tensors import Tensor as WireTensor
-from tinsmith.protocol.training import Compute, ComputeOutput, LoraConfig, OptimOutput, OptimStep
+from tinsmith.protocol.training import Compute, ComputeOutput, EngineCommand, LoraConfig, OptimOutput, OptimStep, TrainStep
 
 _TORCH_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _PROBE_GAIN = 1.3  # bf16 must win by this much; hardware with bf16 units wins by 2 and more, hardware without loses
@@ -59,7 +57,7 @@ class PeftEngine:
         self._dtype = _probe_dtype(self._device) if dtype == "auto" else _TORCH_DTYPE[dtype]
         self._capacity = max_adapters
         self._micro_batch_tokens = micro_batch_tokens
-        self._limits = batch.Limits(info.vocab_size, info.max_context)
+        self._limits = Limits(info.vocab_size, info.max_context)
         self._adapters: dict[str, Adapter] = {}
         self._active = ActiveAdapter(self._device)
         model = AutoModelForCausalLM.from_pretrained(info.path, dtype=self._dtype, attn_implementation="sdpa").to(self._device)
@@ -68,6 +66,7 @@ class PeftEngine:
         reference = _reference_logits(model, self._device)
         self._sites = install(model, model.get_output_embeddings(), self._active)
         self._unembed: LoraLinear = model.get_output_embeddings()
+        self._network = Network(self._decoder, self._unembed, self._active, self._device)
         self._check_head(model.config.get_text_config(), reference)
 
     @property
@@ -117,50 +116,33 @@ class PeftEngine:
 
     def _answer(self, job: Job) -> Answer:
         try:
-            adapter = self._adapter(job.model_id)
-            if isinstance(job.command, OptimStep):
-                norm = adapter.step(job.command.adam)
-                return OptimOutput({} if norm is None else {"unclipped_grad_l2:mean": norm})
-            return self._compute(adapter, job.command)
+            return self._run_one(self._adapter(job.model_id), job.command)
         except TinsmithError as refusal:
             return refusal
 
-    def _compute(self, adapter: Adapter, command: Compute) -> ComputeOutput:
-        """forward or forward_backward. Raises ValidationFailed or InputTokensExceeded with the adapter unchanged."""
-        config = batch.read_config(command)
-        examples = batch.read_examples(command, self._limits)
-        loss = LOSSES[command.loss_fn]
+    def _run_one(self, adapter: Adapter, command: EngineCommand) -> ComputeOutput | OptimOutput:
+        """Raises a TinsmithError with nothing of the adapter changed, but for the gradient that `Adapter.step` clears."""
+        match command:
+            case Compute():
+                output, grad_P = self._compute(adapter, command)
+                if grad_P is not None:
+                    adapter.accumulate(grad_P)
+                return output
+            case TrainStep():
+                return self._train(adapter, command)
+            case OptimStep():
+                return OptimOutput(_metrics(adapter.step(command.optimizer, command.schedule), command))
 
-        def checked_loss(example: Example, logprobs: Tensor) -> LossTerm:
-            term = loss(logprobs, example.inputs, config)
-            if not (math.isfinite(term.value) and bool(torch.isfinite(term.grad).all())):
-                raise ValidationFailed(f"datum {examples.index(example)}: {command.loss_fn}: the loss or its gradient is not finite")
-            return term
+    def _train(self, adapter: Adapter, command: TrainStep) -> ComputeOutput:
+        adapter.check_optimizer(command.step.optimizer)  # a refusal should not cost a pass
+        output, grad_P = self._compute(adapter, command.compute)
+        if grad_P is None:
+            raise ValidationFailed("train_step: its pass has no backward; send a forward_backward in it")
+        step = adapter.train(grad_P, command.step.optimizer, command.step.schedule)
+        return replace(output, metrics=output.metrics | _metrics(step, command.step))
 
-        grad_P = torch.zeros(adapter.layout.size, device=self._device) if command.backward else None
-        logprobs: dict[int, Tensor] = {}
-        values: dict[int, float] = {}
-        with self._active.use(adapter, grad_P):
-            for positions in batch.plan([len(example) for example in examples], self._micro_batch_tokens):
-                scores = self._pass([examples[position] for position in positions], checked_loss, backward=command.backward)
-                logprobs |= zip(positions, scores.logprobs, strict=True)
-                values |= zip(positions, (term.value for term in scores.terms), strict=True)
-        if grad_P is not None:
-            adapter.accumulate(grad_P)
-        total = math.fsum(values.values())  # exact, so the order of micro-batches cannot show
-        return ComputeOutput(tuple(_to_wire(logprobs[position]) for position in range(len(examples))), {"loss:sum": total})
-
-    def _pass(self, examples: Sequence[Example], loss: unembed.LossOf, *, backward: bool) -> unembed.Scores:
-        """One micro-batch: hidden states, log-probs and loss, and with `backward` the gradients into the active buffers."""
-        tokens_BT, mask_BT = (tensor.to(self._device) for tensor in batch.pad(examples))
-        with torch.set_grad_enabled(backward):
-            hidden_BTD: Tensor = self._decoder(input_ids=tokens_BT, use_cache=False).last_hidden_state
-        scores = unembed.score(self._unembed, hidden_BTD.detach()[mask_BT], examples, loss, backward=backward)
-        if scores.d_hidden_MD is not None and hidden_BTD.requires_grad:
-            d_hidden_BTD = torch.zeros_like(hidden_BTD)
-            d_hidden_BTD[mask_BT] = scores.d_hidden_MD
-            hidden_BTD.backward(d_hidden_BTD)  # type: ignore[no-untyped-call]
-        return scores
+    def _compute(self, adapter: Adapter, command: Compute) -> tuple[ComputeOutput, Tensor | None]:
+        return passes.compute(self._network, adapter, command, self._limits, self._micro_batch_tokens)
 
     def _adapter(self, model_id: str) -> Adapter:
         if model_id not in self._adapters:
@@ -172,9 +154,7 @@ class PeftEngine:
             raise InternalError(f"all {self._capacity} adapter slots are taken; drop one first")
 
     def _restored(self, lora: LoraConfig, layout: Layout, state: snapshot.State, *, unspent: bool) -> Adapter:
-        moments = state.moments
-        if moments:
-            moments.exp_avg_P, moments.exp_avg_sq_P = moments.exp_avg_P.to(self._device), moments.exp_avg_sq_P.to(self._device)
+        moments = None if state.moments is None else state.moments.to(self._device)
         grad_P = state.grad_P.to(self._device) if unspent and state.grad_P is not None else None
         return Adapter(lora, layout, state.weights_P.to(self._device), moments, grad_P)
 
@@ -190,8 +170,12 @@ class PeftEngine:
                 raise UnsupportedBaseModel(f"{self._info.name}: mixtures of experts are not supported")
 
 
-def _to_wire(logprobs: Tensor) -> WireTensor:
-    return WireTensor(DType.FLOAT32, tuple(logprobs.shape), logprobs.contiguous().numpy().tobytes())
+def _metrics(step: Step | None, command: OptimStep) -> dict[str, float]:
+    """Of a step: the norm before clipping and, where a schedule sets it, the learning rate. Empty where there was nothing to step on."""
+    if step is None:
+        return {}
+    scheduled = {} if command.schedule is None else {"learning_rate:mean": step.learning_rate}
+    return {"unclipped_grad_l2:mean": step.grad_norm} | scheduled
 
 
 def _probe_tokens(device: torch.device) -> Tensor:

@@ -7,7 +7,7 @@ weights in it are the masters. Optimizer state lies beside it. safetensors and J
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -16,13 +16,14 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from tinsmith.engines.base import ADAPTER_CONFIG, ADAPTER_MODEL, Contents, Files
-from tinsmith.engines.lora import Adapter, Layout, Moments
+from tinsmith.engines.lora import Adapter, Layout
+from tinsmith.engines.optimizers import Moments
 from tinsmith.protocol.errors import ValidationFailed
 from tinsmith.protocol.training import LORA_ALPHA
 
 TRAIN_STATE = "train_state.json"
 TRAIN_TENSORS = "train_state.safetensors"
-SCHEMA = 1
+SCHEMA = 2  # 2 adds SGD; AdamW's state is written as 1, which older servers read
 _Parsed = TypeVar("_Parsed", bound=BaseModel)
 _PREFIX = "base_model.model."  # of the names in a PEFT file
 
@@ -40,9 +41,26 @@ class _AdapterConfig(BaseModel):
 class _TrainState(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
+    """`has_momentum`: of SGD, whose buffer exists from its first step with momentum on."""
+
     schema_version: int
     step: int
     accumulated: bool
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    has_momentum: bool = False
+
+    @classmethod
+    def of(cls, moments: Moments | None, *, accumulated: bool) -> "_TrainState":
+        if moments is None or moments.optimizer == "adamw":
+            return cls(schema_version=1, step=moments.step if moments else 0, accumulated=accumulated)
+        has_momentum = moments.exp_avg_P is not None
+        return cls(schema_version=2, step=moments.step, accumulated=accumulated, optimizer="sgd", has_momentum=has_momentum)
+
+    @property
+    def tensors(self) -> set[str]:
+        """The names that belong beside it."""
+        averages = {"exp_avg", "exp_avg_sq"} if self.optimizer == "adamw" else {"exp_avg"} if self.has_momentum else set()
+        return (averages if self.step else set()) | ({"grad"} if self.accumulated else set())
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +78,12 @@ def capture(adapter: Adapter, contents: Contents, base_model: str) -> dict[str, 
     if contents is Contents.SAMPLER:
         return files
     unspent = adapter.grad_P if contents is Contents.SNAPSHOT else None
-    state = _TrainState(schema_version=SCHEMA, step=adapter.moments.step if adapter.moments else 0, accumulated=unspent is not None)
-    tensors: dict[str, Tensor] = {}
+    state = _TrainState.of(adapter.moments, accumulated=unspent is not None)
+    held = {"grad": unspent}
     if adapter.moments:
-        tensors |= {"exp_avg": adapter.moments.exp_avg_P.cpu(), "exp_avg_sq": adapter.moments.exp_avg_sq_P.cpu()}
-    if unspent is not None:
-        tensors["grad"] = unspent.cpu()
-    return files | {TRAIN_STATE: state.model_dump_json().encode(), TRAIN_TENSORS: save(tensors)}
+        held |= {"exp_avg": adapter.moments.exp_avg_P, "exp_avg_sq": adapter.moments.exp_avg_sq_P}
+    tensors = {name: values_P.cpu() for name, values_P in held.items() if values_P is not None}
+    return files | {TRAIN_STATE: state.model_dump_json(exclude_defaults=True).encode(), TRAIN_TENSORS: save(tensors)}
 
 
 def read(files: Files, layout: Layout, *, optimizer: bool) -> State:
@@ -83,11 +100,10 @@ def read(files: Files, layout: Layout, *, optimizer: bool) -> State:
     if state.schema_version > SCHEMA:
         raise ValidationFailed(f"{TRAIN_STATE}: schema {state.schema_version} is newer than this server's {SCHEMA}; upgrade the server")
     tensors = _tensors(files, TRAIN_TENSORS)
-    expected = ({"exp_avg", "exp_avg_sq"} if state.step else set()) | ({"grad"} if state.accumulated else set())
-    _check_names(TRAIN_TENSORS, tensors, expected)
+    _check_names(TRAIN_TENSORS, tensors, state.tensors)
     for name, tensor in tensors.items():
         _check_tensor(f"{TRAIN_TENSORS}: {name}", tensor, (layout.size,))
-    moments = Moments(tensors["exp_avg"], tensors["exp_avg_sq"], state.step) if state.step else None
+    moments = Moments(state.optimizer, state.step, tensors.get("exp_avg"), tensors.get("exp_avg_sq")) if state.step else None
     return State(weights_P, moments, tensors.get("grad"))
 
 
@@ -135,7 +151,9 @@ def _check_adapter_config(files: Files, layout: Layout) -> None:
             f"{ADAPTER_CONFIG}: the checkpoint has rank {config.r}, the model {layout.rank}; create a model of that rank"
         )
     if config.lora_alpha != LORA_ALPHA:
-        raise ValidationFailed(f"{ADAPTER_CONFIG}: lora_alpha is {config.lora_alpha}, this server trains with {LORA_ALPHA}")
+        raise ValidationFailed(
+            f"{ADAPTER_CONFIG}: lora_alpha is {config.lora_alpha}, this server trains with {LORA_ALPHA}; load another checkpoint"
+        )
     expected = _target_modules(layout)
     if config.target_modules != expected:
         raise ValidationFailed(
@@ -157,12 +175,14 @@ def _read_factors(tensors: Mapping[str, Tensor], layout: Layout) -> Tensor:
 def _check_names(file: str, tensors: Mapping[str, Tensor], expected: set[str]) -> None:
     missing, surplus = sorted(expected - set(tensors)), sorted(set(tensors) - expected)
     if missing or surplus:
-        raise ValidationFailed(f"{file}: {len(missing)} tensors are missing {missing[:2]}, {len(surplus)} do not belong {surplus[:2]}")
+        raise ValidationFailed(
+            f"{file}: {len(missing)} tensors are missing {missing[:2]}, {len(surplus)} do not belong {surplus[:2]}; load another checkpoint"
+        )
 
 
 def _check_tensor(field: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
     if tensor.dtype is not torch.float32 or tuple(tensor.shape) != shape:
-        raise ValidationFailed(f"{field}: expected float32 {list(shape)}, got {tensor.dtype} {list(tensor.shape)}")
+        raise ValidationFailed(f"{field}: expected float32 {list(shape)}, got {tensor.dtype} {list(tensor.shape)}; load another checkpoint")
 
 
 def _file(files: Files, name: str) -> bytes:

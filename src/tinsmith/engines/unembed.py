@@ -8,6 +8,7 @@ Dimensions: M rows of a micro-batch (its real tokens), C rows of a chunk, D hidd
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,7 +19,8 @@ from tinsmith.engines.losses import LossTerm
 
 MAX_LOGITS = 1 << 25  # of a chunk: 128 MiB in float32, 682 rows of a vocabulary of 49152
 
-LossOf = Callable[[Example, Tensor], LossTerm]  # log-probs with the shape of the example's targets, float32, on the CPU
+# The position of an example among those scored, and its log-probs: the shape of its targets, float32, on the CPU.
+LossOf = Callable[[int, Tensor], LossTerm]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,8 @@ def score(layer: LoraLinear, hidden_MD: Tensor, examples: Sequence[Example], los
         for group in _groups(examples, max_rows):
             num_rows = sum(len(example) for example in group)
             group_MD = hidden_MD[start : start + num_rows]
-            group_logprobs, group_terms, d_group_MD = _score_group(layer, group_MD, group, loss, max_rows, backward=backward)
+            loss_of_group = partial(_shifted, loss, len(terms))
+            group_logprobs, group_terms, d_group_MD = _score_group(layer, group_MD, group, loss_of_group, max_rows, backward=backward)
             logprobs += group_logprobs
             terms += group_terms
             if d_group_MD is not None:
@@ -61,6 +64,10 @@ def score(layer: LoraLinear, hidden_MD: Tensor, examples: Sequence[Example], los
                 d_hidden_MD[start : start + num_rows] = d_group_MD
             start += num_rows
     return Scores(logprobs, terms, d_hidden_MD)
+
+
+def _shifted(loss: LossOf, first: int, position: int, logprobs: Tensor) -> LossTerm:
+    return loss(first + position, logprobs)
 
 
 def _groups(examples: Sequence[Example], max_rows: int) -> Iterator[list[Example]]:
@@ -88,7 +95,7 @@ def _score_group(
         logprobs_E[first:last] = chunk.logprobs_CV[row_E[first:last] - start, target_E[first:last]]
     pieces = torch.split(logprobs_E.cpu(), [example.targets.numel() for example in group])
     logprobs = [piece.view(example.targets.shape) for piece, example in zip(pieces, group, strict=True)]
-    terms = [loss(example, piece) for example, piece in zip(group, logprobs, strict=True)]
+    terms = [loss(position, piece) for position, piece in enumerate(logprobs)]
     if not backward:
         return logprobs, terms, None
     g_E = torch.cat([term.grad.reshape(-1) for term in terms])

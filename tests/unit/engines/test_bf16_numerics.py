@@ -62,7 +62,9 @@ def next_tokens(tokens: list[int]) -> Datum:
 def train(trainer: PeftEngine, lora: LoraConfig, tokens: list[int]) -> None:
     trainer.create_adapter("m", lora)
     for _ in range(2):
-        answers = trainer.run([Job("m", 1, compute([next_tokens(tokens)])), Job("m", 2, OptimStep(adam=AdamParams(learning_rate=2e-3)))])
+        answers = trainer.run(
+            [Job("m", 1, compute([next_tokens(tokens)])), Job("m", 2, OptimStep(optimizer=AdamParams(learning_rate=2e-3)))]
+        )
         assert isinstance(answers[1], OptimOutput)
 
 

@@ -13,7 +13,8 @@ from safetensors.numpy import save
 
 from tests.fakes.training import LORA, int64, model_input, optim, train
 from tinsmith.engines.base import Answer, Contents, Job
-from tinsmith.engines.fake import EXIT_CODE, FAULT_TOKEN, FakeSamplingEngine, FakeTrainingEngine, Fault
+from tinsmith.engines.fake import FakeSamplingEngine, FakeTrainingEngine
+from tinsmith.engines.fake_faults import EXIT_CODE, FAULT_TOKEN, Fault
 from tinsmith.protocol.errors import InputTokensExceeded, NotFound, TinsmithError, ValidationFailed
 from tinsmith.protocol.inputs import Datum
 from tinsmith.protocol.sampling import Sample, SampleOutput, SamplingParams, StopReason
@@ -101,23 +102,19 @@ def test_order_and_repetition_show() -> None:
 
 
 def test_a_step_without_a_gradient_changes_nothing(engine: FakeTrainingEngine) -> None:
-    assert run(engine, optim(), replace(train(), data=()), optim()) == [
-        OptimOutput({}),
-        ComputeOutput((), {"loss:sum": 0.0}),
-        OptimOutput({}),
-    ]
+    assert run(engine, optim(), optim()) == [OptimOutput({}), OptimOutput({})]
     assert engine.history("m") == ""
 
 
 def test_clipping_and_decay(engine: FakeTrainingEngine) -> None:
     adam = AdamParams(learning_rate=1.0, beta1=0.0, grad_clip_norm=0.25)
-    run(engine, train(1, 2, 3), OptimStep(adam=adam))
+    run(engine, train(1, 2, 3), OptimStep(optimizer=adam))
     assert math.sqrt(sum(value * value for value in engine.weights("m"))) == pytest.approx(0.25)
     before = engine.weights("m")
     run(
         engine,
         compute(target_tokens=int64(1, 2, 3), weights=float32(0, 0, 0)),
-        OptimStep(adam=AdamParams(learning_rate=0.1, beta1=0, weight_decay=0.5)),
+        OptimStep(optimizer=AdamParams(learning_rate=0.1, beta1=0, weight_decay=0.5)),
     )
     assert engine.weights("m") == tuple(value * (1 - 0.1 * 0.5) for value in before)
 
@@ -161,6 +158,8 @@ def test_sparse_entries_of_one_cell_add(engine: FakeTrainingEngine) -> None:
         compute(),
         compute(target_tokens=int64(1, 2, 3), mask=float32(1, 1, 1)),
         compute(target_tokens=float32(1, 2, 3)),
+        replace(train(), data=()),
+        compute("infonce"),
         compute(target_tokens=int64(1, 2)),
         compute(target_tokens=int64(shape=(3, 0))),
         compute(target_tokens=int64(1, 2, 3, shape=(3, 1, 1))),
@@ -342,7 +341,8 @@ def test_the_exit_fault_ends_the_process() -> None:
     script = (
         "from tests.fakes.training import LORA, train\n"
         "from tinsmith.engines.base import Job\n"
-        "from tinsmith.engines.fake import FAULT_TOKEN, FakeTrainingEngine, Fault\n"
+        "from tinsmith.engines.fake import FakeTrainingEngine\n"
+        "from tinsmith.engines.fake_faults import FAULT_TOKEN, Fault\n"
         "engine = FakeTrainingEngine()\n"
         "engine.create_adapter('m', LORA)\n"
         "engine.run([Job('m', 1, train(FAULT_TOKEN, Fault.EXIT))])\n"

@@ -490,7 +490,10 @@ def test_a_trained_adapter_scores_as_its_trainer_does(tiny_model: BaseModelInfo,
     tokens = prompt(40)
     targets = Tensor(DType.INT64, (39,), array("q", tokens[1:]).tobytes())
     data = (Datum(ModelInput((TextChunk(array("i", tokens[:-1]).tobytes()),)), {"target_tokens": targets}),)
-    step = [Job("m", 1, Compute(data, "cross_entropy", {}, backward=True)), Job("m", 2, OptimStep(adam=AdamParams(learning_rate=1e-2)))]
+    step = [
+        Job("m", 1, Compute(data, "cross_entropy", {}, backward=True)),
+        Job("m", 2, OptimStep(optimizer=AdamParams(learning_rate=1e-2))),
+    ]
     for _ in range(3):
         trainer.run(step)
     [scored] = trainer.run([Job("m", 3, Compute(data, "cross_entropy", {}, backward=False))])

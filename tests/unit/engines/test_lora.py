@@ -168,12 +168,14 @@ def test_steps_equal_torch_adamw(params: AdamParams) -> None:
     assert adapter.moments.step == 4
 
 
-def stepped(params: AdamParams, *gradients: list[float]) -> tuple[Adapter, list[float | None]]:
+def stepped(params: AdamParams, *gradients: list[float]) -> tuple[Adapter, list[float]]:
     adapter = adapter_of([1.0, -2.0, 0.5])
     norms = []
     for gradient in gradients:
         adapter.accumulate(torch.tensor(gradient))
-        norms.append(adapter.step(params))
+        step = adapter.step(params)
+        assert step is not None
+        norms.append(step.grad_norm)
     return adapter, norms
 
 

@@ -253,3 +253,18 @@ def test_a_multimodal_config_is_read_at_its_text_part(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 99, "text_config": text}))
     info = describe("m", tmp_path)
     assert (info.max_context, info.vocab_size, info.eos_token_ids) == (77, 10, (1, 2))
+
+
+def test_what_is_on_this_machine_already_is_found_without_a_fetch(
+    tiny_model: BaseModelInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    tiny = tiny_model.model_copy(update={"name": "org/tiny"})
+    assert models.present(tiny.path, "any", tmp_path) == Path(tiny.path)
+    assert models.present("./none", "any", tmp_path) is None
+    assert models.present(None, "org/tiny", tmp_path) is None
+    models.fill_hub_cache(tiny, tmp_path / "hub")
+    found = models.present(None, "org/tiny", tmp_path)
+    assert found is not None
+    assert (found / "config.json").is_file()
+    assert models.present("smollm2", "any", tmp_path) is None

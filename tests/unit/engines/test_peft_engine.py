@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import peft
+import peft as peft_library
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from tests.unit.engines.datums import array, compute, datum, ints, rollout, sparse, supervised, tensor
+from tests.unit.engines.peft import computed, refused, run, state
 from tinsmith.engines import peft_engine, unembed
 from tinsmith.engines.base import Answer, Contents, Job
 from tinsmith.engines.lora import Layout
@@ -22,43 +23,23 @@ from tinsmith.protocol.errors import InputTokensExceeded, InternalError, NotFoun
 from tinsmith.protocol.inputs import Datum
 from tinsmith.protocol.sessions import BaseModelInfo
 from tinsmith.protocol.tensors import DType
-from tinsmith.protocol.training import AdamParams, Compute, ComputeOutput, LoraConfig, OptimOutput, OptimStep
+from tinsmith.protocol.training import AdamParams, ComputeOutput, LoraConfig, OptimOutput, OptimStep
 
 ADAM = AdamParams(learning_rate=1e-3, eps=1e-6)
-STEP = OptimStep(adam=ADAM)
+STEP = OptimStep(optimizer=ADAM)
 LENGTHS = (5, 31, 12, 1, 20, 8, 26, 17)
 LORA = LoraConfig(rank=8, seed=11)
 
 
-@pytest.fixture(scope="module")
-def engine(tiny_model: BaseModelInfo) -> PeftEngine:
-    return PeftEngine(tiny_model, "fp32", max_adapters=8, micro_batch_tokens=64)
+@pytest.fixture
+def engine(peft: PeftEngine) -> PeftEngine:
+    return peft
 
 
 @pytest.fixture(autouse=True)
 def _empty_slots(engine: PeftEngine) -> None:
     for model_id in list(engine._adapters):
         engine.drop_adapter(model_id)
-
-
-def run(engine: PeftEngine, model_id: str, *commands: Compute | OptimStep) -> list[Answer]:
-    return engine.run([Job(model_id, seq, command) for seq, command in enumerate(commands, start=1)])
-
-
-def computed(engine: PeftEngine, model_id: str, command: Compute) -> ComputeOutput:
-    (answer,) = run(engine, model_id, command)
-    assert isinstance(answer, ComputeOutput), answer
-    return answer
-
-
-def refused(engine: PeftEngine, model_id: str, command: Compute) -> TinsmithError:
-    (answer,) = run(engine, model_id, command)
-    assert isinstance(answer, TinsmithError), answer
-    return answer
-
-
-def state(engine: PeftEngine, model_id: str) -> dict[str, bytes]:
-    return dict(engine.capture(model_id, Contents.SNAPSHOT))
 
 
 def examples(loss_fn: str, seed: int = 0, lengths: Sequence[int] = LENGTHS) -> list[Datum]:
@@ -81,7 +62,7 @@ class Oracle:
             (folder / name).write_bytes(content)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
-            self.model = peft.PeftModel.from_pretrained(
+            self.model = peft_library.PeftModel.from_pretrained(
                 AutoModelForCausalLM.from_pretrained(base.path, dtype=torch.float32), folder, is_trainable=True
             )
         self.model.eval()
@@ -407,12 +388,15 @@ def test_the_datum_whose_loss_overflows_is_named(engine: PeftEngine) -> None:
     bad = datum([1, 2, 3], **RL | {"logprobs": tensor([-1000, 0, 0])})
     answer = refused(engine, "m", compute([datum([1, 2, 3], **RL), bad], "importance_sampling"))
     assert isinstance(answer, ValidationFailed)
-    assert answer.message == "datum 1: importance_sampling: the loss or its gradient is not finite"
+    assert answer.message == (
+        "data[1]: importance_sampling: the loss or its gradient is not finite; check weights, advantages and log-probs, or load an earlier "
+        "checkpoint if the model has diverged"
+    )
 
 
 def test_a_model_that_diverged_refuses_to_train_and_can_still_be_saved(engine: PeftEngine) -> None:
     trained(engine, "m")
-    run(engine, "m", OptimStep(adam=AdamParams(learning_rate=1e38)))
+    run(engine, "m", OptimStep(optimizer=AdamParams(learning_rate=1e38)))
     before = state(engine, "m")
     assert isinstance(refused(engine, "m", compute([GOOD])), ValidationFailed)
     assert state(engine, "m") == before

@@ -99,7 +99,8 @@ def test_candidates_are_the_most_probable_ones(values: list[float], temperature:
     kept = range(len(values)) if ids is None else ids.tolist()
     left_out = set(range(len(values))) - set(kept)
     assert float(logprobs.exp().sum()) == pytest.approx(1)
-    assert max((values[token] for token in left_out), default=-math.inf) <= min(values[token] for token in kept)
+    # Logits closer than float32 tells apart once they are log-probs may change places.
+    assert max((values[token] for token in left_out), default=-math.inf) <= min(values[token] for token in kept) + 1e-5
 
 
 def test_draws_have_the_stated_frequencies() -> None:

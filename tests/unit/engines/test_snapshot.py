@@ -11,7 +11,7 @@ from tinsmith.engines import snapshot
 from tinsmith.engines.base import Contents
 from tinsmith.engines.lora import Adapter, Group, Layout, Site
 from tinsmith.protocol.errors import ValidationFailed
-from tinsmith.protocol.training import AdamParams, LoraConfig
+from tinsmith.protocol.training import AdamParams, LoraConfig, SgdParams
 
 SITES = [Site("model.layers.0.self_attn.q_proj", Group.ATTN, 6, 4), Site("lm_head", Group.UNEMBED, 6, 10)]
 CONFIG = LoraConfig(rank=2, seed=1, train_mlp=False)
@@ -46,15 +46,41 @@ def test_a_sampler_capture_is_a_peft_folder(adapter: Adapter) -> None:
 
 def test_a_snapshot_holds_everything_bit_for_bit(adapter: Adapter) -> None:
     state = snapshot.read(snapshot.capture(adapter, Contents.SNAPSHOT, "b"), LAYOUT, optimizer=True)
-    assert adapter.moments is not None
-    assert state.moments is not None
     assert torch.equal(state.weights_P, adapter.weights_P)
-    assert torch.equal(state.moments.exp_avg_P, adapter.moments.exp_avg_P)
-    assert torch.equal(state.moments.exp_avg_sq_P, adapter.moments.exp_avg_sq_P)
-    assert state.moments.step == 1
+    for held in (adapter.moments, state.moments):
+        assert held is not None
+        assert held.exp_avg_P is not None
+        assert held.exp_avg_sq_P is not None
+        assert (held.optimizer, held.step) == ("adamw", 1)
+    assert all(torch.equal(getattr(state.moments, name), getattr(adapter.moments, name)) for name in ("exp_avg_P", "exp_avg_sq_P"))
     assert state.grad_P is not None
     assert adapter.grad_P is not None
     assert torch.equal(state.grad_P, adapter.grad_P)
+
+
+def test_adams_state_is_written_as_older_servers_read_it(adapter: Adapter) -> None:
+    files = snapshot.capture(adapter, Contents.SNAPSHOT, "b")
+    assert json.loads(files["train_state.json"]) == {"schema_version": 1, "step": 1, "accumulated": True}
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_snapshot_holds_sgd_with_and_without_its_buffer(momentum: float) -> None:
+    adapter = Adapter.fresh(CONFIG, LAYOUT, torch.device("cpu"))
+    adapter.train(torch.randn(LAYOUT.size), SgdParams(momentum=momentum))
+    assert adapter.moments is not None
+    files = snapshot.capture(adapter, Contents.CHECKPOINT, "b")
+    assert json.loads(files["train_state.json"])["schema_version"] == 2
+    moments = snapshot.read(files, LAYOUT, optimizer=True).moments
+    assert moments is not None
+    assert (moments.optimizer, moments.step, moments.exp_avg_sq_P) == ("sgd", 1, None)
+    if momentum == 0:
+        assert moments.exp_avg_P is None
+        return
+    assert moments.exp_avg_P is not None
+    assert adapter.moments.exp_avg_P is not None
+    assert torch.equal(moments.exp_avg_P, adapter.moments.exp_avg_P)
+    with pytest.raises(ValidationFailed, match=r"1 tensors are missing \['exp_avg'\]"):
+        snapshot.read(files | {"train_state.safetensors": save({})}, LAYOUT, optimizer=True)
 
 
 def test_a_checkpoint_leaves_the_unspent_gradient_out(adapter: Adapter) -> None:
@@ -100,7 +126,7 @@ def damaged(files: dict[str, bytes], fault: str) -> dict[str, bytes]:
         "weights empty": {"adapter_model.safetensors": b""},
         "moments cut short": {"train_state.safetensors": files["train_state.safetensors"][:100]},
         "state unreadable": {"train_state.json": b"{"},
-        "state of a newer schema": {"train_state.json": json.dumps(state | {"schema_version": 2, "more": 1}).encode()},
+        "state of a newer schema": {"train_state.json": json.dumps(state | {"schema_version": 3, "more": 1}).encode()},
         "alpha": {"adapter_config.json": json.dumps(config | {"lora_alpha": 16}).encode()},
         "config without rank": {"adapter_config.json": b"{}"},
         "tensor missing": {"adapter_model.safetensors": save({key: value for key, value in weights.items() if key != name})},
@@ -121,7 +147,7 @@ def damaged(files: dict[str, bytes], fault: str) -> dict[str, bytes]:
         ("weights empty", "adapter_model.safetensors: not a whole safetensors file"),
         ("moments cut short", "train_state.safetensors: not a whole safetensors file"),
         ("state unreadable", "train_state.json: 1 faults"),
-        ("state of a newer schema", "schema 2 is newer than this server's 1; upgrade"),
+        ("state of a newer schema", "schema 3 is newer than this server's 2; upgrade"),
         ("alpha", "lora_alpha is 16"),
         ("config without rank", "adapter_config.json: 3 faults"),
         ("tensor missing", "1 tensors are missing"),
