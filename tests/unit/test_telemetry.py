@@ -1,15 +1,27 @@
 """Log lines carry process and request; measurements reach the sinks that listen, and nobody else."""
 
+import ast
 import asyncio
 import io
 import json
 import logging
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
 from tinsmith import telemetry
-from tinsmith.telemetry import Measurement
+from tinsmith.telemetry import Measurement, MetricKind
 
+SOURCE = Path(telemetry.__file__).parent
+MEASURING = {  # by what is called: kinds of the metrics that it is meant for
+    "telemetry.count": {MetricKind.COUNTER},
+    "telemetry.gauge": {MetricKind.GAUGE},
+    "telemetry.observe": {MetricKind.HISTOGRAM},
+    "telemetry.span": {MetricKind.HISTOGRAM},
+}
 LOG = logging.getLogger("tinsmith.tests")
 
 
@@ -103,3 +115,108 @@ def test_a_span_is_measured_also_where_it_raises() -> None:
     [measured] = found
     assert (measured.name, dict(measured.labels)) == ("work", {"role": "x"})
     assert measured.value >= 0
+
+
+def test_gauges_and_histograms_say_what_they_are() -> None:
+    found: list[Measurement] = []
+    with telemetry.recording(found.append):
+        telemetry.gauge(telemetry.GATE_SHUT, 1)
+        telemetry.observe(telemetry.GATE_CALL, 0.5, call="run")
+        with telemetry.span(telemetry.GATE_CALL, call="ping"):
+            pass
+    assert [(measured.name, measured.kind) for measured in found] == [
+        (telemetry.GATE_SHUT, MetricKind.GAUGE),
+        (telemetry.GATE_CALL, MetricKind.HISTOGRAM),
+        (telemetry.GATE_CALL, MetricKind.HISTOGRAM),
+    ]
+    assert found[1].value == 0.5
+
+
+def test_without_a_tracer_nothing_is_traced() -> None:
+    with telemetry.traced("outer", "00-" + "1" * 32 + "-" + "2" * 16 + "-01") as traced:
+        traced.note(status=200)
+        assert traced.parent == ""
+        assert telemetry.current_trace() == ""
+        with telemetry.traced_inside("inner") as inner:
+            assert inner.parent == ""
+    telemetry.trace_ended("late", 1.0, "")
+
+
+class Recorder:
+    """A tracer that numbers its spans."""
+
+    def __init__(self) -> None:
+        self.spans: list[tuple[str, str]] = []
+
+    @contextmanager
+    def span(self, name: str, parent: str, attributes: Mapping[str, object]) -> Iterator[telemetry.Traced]:
+        self.spans.append((name, parent))
+        opened = telemetry.Traced()
+        opened.parent = f"span-{len(self.spans)}"
+        yield opened
+
+    def ended(self, name: str, parent: str, attributes: Mapping[str, object], *, seconds: float) -> None:
+        self.spans.append((name, parent))
+
+
+@pytest.fixture
+def tracer() -> Iterator[Recorder]:
+    recorder = Recorder()
+    telemetry.trace_to(recorder)
+    yield recorder
+    telemetry.trace_to(None)
+
+
+async def test_a_span_is_the_parent_of_what_runs_inside_it_and_of_nothing_else(tracer: Recorder) -> None:
+    async def inner() -> None:
+        with telemetry.traced_inside("call"):
+            pass
+
+    with telemetry.traced("request", "from-the-client"):
+        await asyncio.create_task(inner())
+        assert telemetry.current_trace() == "span-1"
+        with telemetry.traced("command", "from-the-lane"):
+            pass
+    await inner()
+    assert telemetry.current_trace() == ""
+    assert tracer.spans == [("request", "from-the-client"), ("call", "span-1"), ("command", "from-the-lane")]
+
+
+def test_what_has_ended_is_traced_only_under_a_parent(tracer: Recorder) -> None:
+    telemetry.trace_ended("sample", 1.0, "", kind="sample")
+    telemetry.trace_ended("sample", 1.0, "p", kind="sample")
+    assert tracer.spans == [("sample", "p")]
+
+
+@pytest.mark.parametrize("metric", telemetry.METRICS.values(), ids=lambda metric: metric.name)
+def test_names_of_metrics_follow_the_conventions_of_prometheus(metric: telemetry.Metric) -> None:
+    assert re.fullmatch(r"[a-z][a-z_]*[a-z]", metric.name)
+    assert metric.name.endswith("_total") == (metric.kind is MetricKind.COUNTER)
+    assert (metric.buckets != ()) == (metric.kind is MetricKind.HISTOGRAM)
+    assert list(metric.buckets) == sorted(metric.buckets)
+    assert metric.help
+
+
+def test_whoever_measures_gives_exactly_the_labels_of_the_metric() -> None:
+    num_found = 0
+    for path in SOURCE.rglob("*.py"):
+        for call in ast.walk(ast.parse(path.read_text())):
+            kinds = MEASURING.get(_called(call))
+            metric = None if kinds is None else telemetry.METRICS.get(getattr(telemetry, call.args[0].attr))
+            if metric is None:  # logged, not exported
+                continue
+            num_found += 1
+            assert metric.kind in kinds, f"{path}: {ast.unparse(call)}"
+            assert {keyword.arg for keyword in call.keywords} == set(metric.labels), f"{path}: {ast.unparse(call)}"
+    assert num_found > 20
+
+
+def _called(node: ast.AST) -> str:
+    return ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+
+
+def test_every_metric_that_no_scrape_computes_is_measured_somewhere() -> None:
+    source = "\n".join(path.read_text() for path in SOURCE.rglob("*.py"))
+    names = {value: name for name, value in vars(telemetry).items() if isinstance(value, str) and name.isupper()}
+    unused = [names[name] for name in telemetry.METRICS if not re.search(rf"telemetry\.{names[name]}\b", source)]
+    assert unused == []

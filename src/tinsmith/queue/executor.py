@@ -13,18 +13,19 @@ rebuilt from the snapshot and the log. Run comes before settle; that is safe sin
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
 from tinsmith import telemetry
-from tinsmith.protocol.errors import InternalError, StateContention, UserError
+from tinsmith.protocol.errors import ExecutionTimeout, InternalError, StateContention, UserError
 from tinsmith.protocol.futures import Outcome
 from tinsmith.protocol.sampling import Sample
 from tinsmith.protocol.training import Kind, TrainingCommand
+from tinsmith.queue import accounts
 from tinsmith.queue.residents import Resident, Ring
 from tinsmith.state.futures import pool_lane
-from tinsmith.state.lanes import Entry, Fenced, LaneInfo, Lanes, LeaseExpired, Replica, Settlement, Taken
+from tinsmith.state.lanes import Acquired, Entry, Fenced, LaneInfo, Lanes, LeaseExpired, Replica, Settlement, Taken
 
 T = TypeVar("T")
 Fetch = Callable[[Entry], Awaitable[TrainingCommand]]
@@ -107,7 +108,8 @@ class SnapshotPolicy:
 class Executor:
     """Serves the model lanes of one base model on one replica. All methods belong to the thread of its loop.
 
-    `drain_s`: how long a stop may wait for a store that is away or a gate that is shut.
+    `drain_s`: how long a stop may wait for a store that is away or a gate that is shut. `describe`: the replica as it is now, for renewals;
+    by default as it was given.
     """
 
     def __init__(
@@ -120,11 +122,13 @@ class Executor:
         decode: Decode,
         snapshots: SnapshotPolicy,
         drain_s: float = 10.0,
+        describe: Callable[[], Replica] | None = None,
     ) -> None:
         self._lanes = lanes
         self._backend = backend
         self._slots = slots
         self._replica = replica
+        self._describe: Callable[[], Replica] = (lambda: replica) if describe is None else describe
         self._pools = pool_lane(replica.base, "")
         self._decode = decode
         self._policy = snapshots
@@ -137,6 +141,7 @@ class Executor:
         self._give_up_at = float("inf")
         self._take_over_at = 0.0
         self._is_sparing = False
+        self._has_lost_memory = False
 
     @property
     def lanes(self) -> tuple[str, ...]:
@@ -176,10 +181,13 @@ class Executor:
         self._bell.set()
 
     async def run(self) -> None:
-        """Serve until `stop`. Cancelling it abandons the lanes as the death of the process would."""
+        """Serve until `stop`. Cancelling it abandons the lanes as the death of the process would. Raises InternalError where the engine
+        keeps what it was to drop: this replica is to be replaced."""
         try:
             while not self._stopping.is_set():
                 await self._step()
+                if self._has_lost_memory:
+                    raise InternalError("the engine did not drop an adapter; only another process has the memory that it holds")
             await self._drain()
         except _GivenUp as error:
             _log.warning("stopped without a drain: %s; the next owners of the lanes run again what was not settled", error)
@@ -212,7 +220,7 @@ class Executor:
         self._must_look = False
         for resident in self._ring:
             resident.has_work = True
-        self.offer(await self._ask(lambda: self._lanes.renew(self._replica)))
+        self.offer(await self._ask(lambda: self._lanes.renew(self._describe())))
 
     # --- lanes come and go
 
@@ -229,7 +237,7 @@ class Executor:
                 await self._acquire(lane)
 
     async def _wants_owner(self, info: LaneInfo) -> bool:
-        if not info.is_open or info.pending == 0 or info.lane in self._ring:
+        if not info.is_open or info.num_pending == 0 or info.lane in self._ring:
             return False
         if info.owner in (None, self._replica.id):
             return True
@@ -282,7 +290,10 @@ class Executor:
         failure = await _attempt(self._backend.drop(resident.id))
         if isinstance(failure, Exception):
             _log.error("the memory of lane %s could not be dropped", resident.id, exc_info=failure)
+            # A late drop is done when its call ends, for which the gate waits; no other adapter fits where one was not dropped at all.
+            self._has_lost_memory = self._has_lost_memory or not isinstance(failure, ExecutionTimeout)
         self._slots.free(resident.id)
+        accounts.lag(self._replica.base, self._ring)
 
     async def _gate_open(self) -> None:
         """Return once the gate is not shut. Raises _GivenUp when a stop has waited for that long enough."""
@@ -305,19 +316,25 @@ class Executor:
     # --- one turn of one lane: take, run, settle
 
     async def _serve(self, resident: Resident) -> None:
-        failure = None if resident.is_built else await self._rebuild(resident)
+        """An entry is taken before the adapter is built for it: a worker that dies of the building is then one that the entry has cost, so
+        a command whose model kills its workers is given up as one that does so itself."""
+        plan = None if resident.is_built else await self._rebuilding(resident)
         taken = await self._take(resident)
+        failure = None if plan is None else await self._rebuild(resident, *plan)
+        if failure is not None and not taken.entries:
+            taken = await self._take(resident)  # what came meanwhile waited for this
         if taken.entries:
             self._slots.claim(resident.id)  # note its use
-            outcomes = await self._run(resident, taken.entries) if failure is None else _all_failed(taken.entries, failure, tainted=True)
+            outcomes = await self._run(resident, taken.entries) if failure is None else _all_failed(taken.entries, failure, is_tainted=True)
             pairs = list(zip(taken.entries, outcomes, strict=True))
             await self._settle(resident, [Settlement(entry.seq, outcome) for entry, outcome in pairs])
             for entry, outcome in pairs:
                 resident.note(entry, outcome)
-                _log_failure(entry, outcome)
+                accounts.executed(self._replica.base, entry, outcome)
         resident.cursor = taken.cursor
         if resident.is_ahead and self._is_due(resident):
             await self._snapshot(resident)
+        accounts.lag(self._replica.base, self._ring)
 
     async def _take(self, resident: Resident) -> Taken:
         """The next entries. The lane has work if there were some, or if its bell rang meanwhile."""
@@ -340,31 +357,48 @@ class Executor:
             resident.hole = asyncio.get_running_loop().call_later(max(wait_ms, 1) / 1000, self.ring, resident.id)
 
     async def _run(self, resident: Resident, entries: Sequence[Entry]) -> list[Outcome]:
+        with accounts.running(resident.info, entries[0]) as traced:
+            if traced.parent:
+                tenant, rid = resident.info.tenant, entries[0].rid
+                traced.note(queue_wait_s=await self._ask(lambda: accounts.queue_wait_s(self._lanes, tenant, rid)))
+            outcomes = await self._outcomes_of(resident, entries)
+            traced.note(**accounts.outcome_attributes(outcomes[0]))
+        return outcomes
+
+    async def _outcomes_of(self, resident: Resident, entries: Sequence[Entry]) -> list[Outcome]:
         items = await _attempt(self._ask(lambda: self._ready(entries)))
         if isinstance(items, Exception):
-            return _all_failed(entries, items, tainted=False)
+            return _all_failed(entries, items, is_tainted=False)
         began = asyncio.get_running_loop().time()
-        with telemetry.bound_request(entries[0].rid):
-            outcomes = await _attempt(self._ask(lambda: self._backend.run(resident.info, items)))
+        outcomes = await _attempt(self._ask(lambda: self._backend.run(resident.info, items)))
         resident.engine_s += asyncio.get_running_loop().time() - began
-        return _all_failed(entries, outcomes, tainted=True) if isinstance(outcomes, Exception) else outcomes
+        return _all_failed(entries, outcomes, is_tainted=True) if isinstance(outcomes, Exception) else outcomes
 
     async def _settle(self, resident: Resident, settlements: Sequence[Settlement]) -> None:
         """Write the outcomes, as late as the store allows: they are kept while it is away."""
         await self._ask(lambda: self._lanes.settle(resident.id, self._replica.id, resident.info.token, settlements))
 
-    async def _rebuild(self, resident: Resident) -> Exception | None:
+    async def _rebuilding(self, resident: Resident) -> tuple[Acquired, str]:
+        """What the adapter is to be built from, and why it must be. Raises Fenced."""
+        acquired, resident.acquired = resident.acquired, None
+        if acquired is not None:
+            return acquired, accounts.ACQUIRED
+        acquired = await self._ask(lambda: self._lanes.acquire(resident.id, self._replica.id))
+        if acquired is None:
+            raise Fenced
+        resident.start_from(acquired)
+        resident.acquired = None
+        return acquired, accounts.TAINTED
+
+    async def _rebuild(self, resident: Resident, acquired: Acquired, cause: str) -> Exception | None:
         """Throw the adapter's memory away and build it from snapshot and log. Answers why that failed: the next entry then fails with
         it, and the one after tries again."""
-        acquired = resident.acquired
-        if acquired is None:
-            acquired = await self._ask(lambda: self._lanes.acquire(resident.id, self._replica.id))
-            if acquired is None:
-                raise Fenced
-            resident.start_from(acquired)
         replay = acquired.replay
-        resident.acquired = None
+        began = asyncio.get_running_loop().time()
         saves = await _attempt(self._ask(lambda: self._backend.restore(resident.info, replay, self._fetch)))
+        resident.unsaved_engine_s = asyncio.get_running_loop().time() - began if replay else 0.0
+        failure = saves if isinstance(saves, Exception) else None
+        accounts.restored(self._replica.base, acquired, cause, asyncio.get_running_loop().time() - began, failure)
         if isinstance(saves, Exception):
             _log.error("lane %s could not be rebuilt", resident.id, exc_info=saves)
             return _rebuild_failure(saves)
@@ -380,23 +414,30 @@ class Executor:
 
     async def _snapshot(self, resident: Resident) -> None:
         """Raise the lane's floor to its last settled entry. A failure is logged; the next one is tried when as much has come up again."""
-        resident.trimmable_bytes, resident.engine_s = 0, 0.0
+        resident.begin_snapshot()
+        with telemetry.span(telemetry.SNAPSHOT, base_model=self._replica.base):
+            is_taken = await self._raise_floor(resident)
+        accounts.snapshotted(self._replica.base, is_taken=is_taken)
+
+    async def _raise_floor(self, resident: Resident) -> bool:
+        """Answers whether the lane now has the snapshot."""
         info, seq = resident.info, resident.done
         artifact = await _attempt(self._backend.snapshot(info, seq))
         if isinstance(artifact, Exception):
             _log.error("lane %s could not be snapshotted", resident.id, exc_info=artifact)
-            return
+            return False
         commit = self._lanes.commit_snapshot
         try:
             former = await self._ask(lambda: commit(info.lane, self._replica.id, info.token, seq, artifact), is_patient=False)
         except StateContention as error:
             _log.warning("the snapshot of lane %s was not taken: %s", resident.id, error.message)
-            return
-        resident.info = replace(info, durable=seq, snapshot=artifact)
+            return False
+        resident.end_snapshot(seq, artifact)
         if former is not None and former != artifact:
             failure = await _attempt(self._backend.discard(former))
             if isinstance(failure, Exception):
                 _log.warning("the former snapshot %s could not be deleted", former, exc_info=failure)
+        return True
 
     # --- the store
 
@@ -425,7 +466,7 @@ class Executor:
         while True:
             try:
                 if must_renew:
-                    self.offer(await self._lanes.renew(self._replica))
+                    self.offer(await self._lanes.renew(self._describe()))
                     must_renew = False
                 return await operation()
             except LeaseExpired:
@@ -451,8 +492,8 @@ async def _attempt(work: Awaitable[T]) -> T | Exception:
         return error
 
 
-def _all_failed(entries: Sequence[Entry], error: Exception, *, tainted: bool) -> list[Outcome]:
-    return [Outcome.failed(error, tainted=tainted) for _ in entries]
+def _all_failed(entries: Sequence[Entry], error: Exception, *, is_tainted: bool) -> list[Outcome]:
+    return [Outcome.failed(error, is_tainted=is_tainted) for _ in entries]
 
 
 def _rebuild_failure(error: Exception) -> Exception:
@@ -460,10 +501,3 @@ def _rebuild_failure(error: Exception) -> Exception:
     if isinstance(error, UserError):
         return InternalError(f"the model could not be rebuilt: {error.message}")
     return error
-
-
-def _log_failure(entry: Entry, outcome: Outcome) -> None:
-    """What no caller may see goes to the log, under the request's id."""
-    if outcome.failure is not None and outcome.failure.diagnostic is not None:
-        with telemetry.bound_request(entry.rid):
-            _log.error("%s failed: %s\n%s", entry.kind, outcome.failure.message, outcome.failure.diagnostic)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ParamSpec, Protocol, TypeVar
 
+from tinsmith import telemetry
 from tinsmith.protocol.errors import ExecutionTimeout, GateUnavailable
 
 P = ParamSpec("P")
@@ -72,8 +73,10 @@ class _Waiter:
 
 @dataclass(eq=False, slots=True)
 class _Running:
-    """A call in a thread. `has_ended` is set by that thread, before the loop hears of it."""
+    """A call in a thread. `has_ended` is set by that thread, before the loop hears of it. `began`: on the loop's clock."""
 
+    name: str
+    began: float
     timer: asyncio.TimerHandle | None = None
     has_ended: bool = False
 
@@ -110,7 +113,7 @@ class Gate:
         self._probe: asyncio.Task[bool] | None = None
 
     @property
-    def healthy(self) -> bool:
+    def is_healthy(self) -> bool:
         """False while the last ping failed, or a call still runs one bound after its time-out."""
         return self._answers_ping and not self._overdue
 
@@ -121,7 +124,7 @@ class Gate:
 
     def bound_of(self, call: Callable[..., object]) -> float:
         """The bound of a call in s: the one declared for its name, else `bound_s`."""
-        return self._bounds_s.get(getattr(call, "__name__", ""), self._bound_s)
+        return self._bounds_s.get(_name(call), self._bound_s)
 
     async def opened(self) -> None:
         """Return as soon as the gate is not shut. It may be busy."""
@@ -129,14 +132,14 @@ class Gate:
 
     async def __call__(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run `call` in the engine's thread, after the calls before it. Raises GateUnavailable at once while the gate is shut."""
-        return await self._admit(partial(call, *args, **kwargs), self.bound_of(call), is_patient=False)
+        return await self._admit(partial(call, *args, **kwargs), _name(call), is_patient=False)
 
     async def when_open(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """As `__call__`, but waits for a shut gate to open. The bound counts from the start of the call, not from here."""
-        return await self._admit(partial(call, *args, **kwargs), self.bound_of(call), is_patient=True)
+        return await self._admit(partial(call, *args, **kwargs), _name(call), is_patient=True)
 
     async def probe(self) -> bool:
-        """Ping the engine on the reserved thread, beside whatever runs; the answer is kept in `healthy`. Joins a probe under way."""
+        """Ping the engine on the reserved thread, beside whatever runs; the answer is kept in `is_healthy`. Joins a probe under way."""
         return await asyncio.shield(self._start_probe())
 
     def close(self) -> None:
@@ -146,9 +149,10 @@ class Gate:
         self._threads.close()
         self._reserved.close()
 
-    async def _admit(self, call: Callable[[], T], bound_s: float, *, is_patient: bool) -> T:
-        await self._enter(is_patient)
-        return await self._run(call, bound_s)
+    async def _admit(self, call: Callable[[], T], name: str, *, is_patient: bool) -> T:
+        with telemetry.traced_inside(telemetry.SPAN_CALL, call=name):
+            await self._enter(is_patient)
+            return await self._run(call, name)
 
     async def _enter(self, is_patient: bool) -> None:
         if not self._exclusive:
@@ -160,6 +164,7 @@ class Gate:
             return
         waiter = _Waiter(asyncio.get_running_loop().create_future(), is_patient)
         self._queue.append(waiter)
+        self._tell_waiting()
         try:
             await waiter.turn
         except asyncio.CancelledError:
@@ -174,13 +179,18 @@ class Gate:
             if not waiter.turn.done():
                 self._is_busy = True
                 waiter.turn.set_result(None)
-                return
+                break
+        self._tell_waiting()
 
-    def _run(self, call: Callable[[], T], bound_s: float) -> "asyncio.Future[T]":
+    def _tell_waiting(self) -> None:
+        telemetry.gauge(telemetry.GATE_WAITING, sum(not waiter.turn.done() for waiter in self._queue))
+
+    def _run(self, call: Callable[[], T], name: str) -> "asyncio.Future[T]":
         """Start the call; the future ends with it or with its bound. Cancelling the future leaves call and bound as they are."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[T] = loop.create_future()
-        running = _Running()
+        bound_s = self._bounds_s.get(name, self._bound_s)
+        running = _Running(name, loop.time())
         running.timer = loop.call_later(bound_s, self._time_out, running, answer, bound_s)
         self._threads.submit(partial(_work, loop, call, running, partial(self._end, running, answer)))
         return answer
@@ -194,10 +204,11 @@ class Gate:
         running.timer = asyncio.get_running_loop().call_later(bound_s, self._overdue.add, running)
         self._start_probe()
         if not answer.done():
-            answer.set_exception(ExecutionTimeout(f"the engine call did not end within its bound of {bound_s:g} s"))
+            answer.set_exception(ExecutionTimeout(f"the engine call did not end within its bound of {bound_s:g} s; send a smaller command"))
 
     def _shut(self) -> None:
         self._open.clear()
+        telemetry.gauge(telemetry.GATE_SHUT, 1)
         for waiter in self._queue:
             if not waiter.is_patient and not waiter.turn.done():
                 waiter.turn.set_exception(_shut())
@@ -206,11 +217,13 @@ class Gate:
         if running.timer is not None:
             running.timer.cancel()
         self._overdue.discard(running)
+        telemetry.observe(telemetry.GATE_CALL, asyncio.get_running_loop().time() - running.began, call=running.name)
         if running in self._late:
             self._late.remove(running)
             self._start_probe()
-        if not self._late:
+        if not self._late and self.is_shut:
             self._open.set()
+            telemetry.gauge(telemetry.GATE_SHUT, 0)
         if self._exclusive:
             self._pass_turn()
         if answer.done():
@@ -233,10 +246,14 @@ class Gate:
             if not pong.done():
                 pong.set_result(not has_raised)
 
-        self._reserved.submit(partial(_work, loop, self._ping, _Running(), note))
+        self._reserved.submit(partial(_work, loop, self._ping, _Running("ping", loop.time()), note))
         done, _ = await asyncio.wait([pong], timeout=self._bounds_s.get("ping", PING_S))
         self._answers_ping = bool(done) and pong.result()
         return self._answers_ping
+
+
+def _name(call: Callable[..., object]) -> str:
+    return getattr(call, "__name__", "")
 
 
 def _work(

@@ -1,8 +1,8 @@
-"""The lease of a replica, kept alive by a thread of its own with its own loop and its own connection to the store.
+"""The lease of a process, kept alive by a thread of its own with its own loop and its own connection to the store.
 
-Nothing that the rest of the process does can delay it, short of holding the interpreter lock for a whole lease. Each beat also learns
-which lanes have work and no owner, and buries peers of the same machine whose process is gone, so their lanes need not wait for the
-lease to run out.
+Nothing that the rest of the process does can delay it, short of holding the interpreter lock for a whole lease. Each beat tells how the
+process is (`Replica`), learns which lanes have work and no owner, and buries peers of the same machine whose process is gone, so their
+lanes need not wait for the lease to run out.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from typing import Protocol
 import psutil
 
 from tinsmith.protocol.errors import StateContention
-from tinsmith.state.lanes import Lanes, Replica
+from tinsmith.state.lanes import Lanes, Replica, Role
 from tinsmith.state.store import Store
 
 BEATS_A_LEASE = 3
@@ -37,33 +37,34 @@ class Connection(Protocol):
 
 
 Connect = Callable[[], Connection]
+Describe = Callable[[], Replica]
 
 
-def this_process(id: str, base: str, node: str) -> Replica:
+def this_process(id: str, base: str, node: str, role: Role = Role.TRAINER) -> Replica:
     """This process as a replica. `node` must name one pid namespace: two replicas of one node see each other's processes."""
     pid = os.getpid()
-    return Replica(id=id, base=base, node=node, pid=pid, started=f"{psutil.Process(pid).create_time():.2f}")
+    return Replica(id=id, base=base, node=node, pid=pid, started=f"{psutil.Process(pid).create_time():.2f}", role=role)
 
 
 class Heartbeat:
-    """Renews `replica` three times a lease until `stop`.
+    """Renews the lease three times within it until `stop`.
 
-    All that it is given is called in its thread. connect: the connection belongs to the heartbeat's own loop. found: told of the base
-    model's lanes without an owner. cut_off: told of each renewal that failed, also of an outage that nobody else has met. Pass on what
-    they hear with call_soon_threadsafe.
+    All that it is given is called in its thread. connect: the connection belongs to the heartbeat's own loop. describe: the process as it
+    is at that beat; its id and base never change. found: told of the base model's lanes without an owner. cut_off: told of each renewal
+    that failed, also of an outage that nobody else has met. Pass on what they hear with call_soon_threadsafe.
     """
 
     def __init__(
         self,
         connect: Connect,
-        replica: Replica,
+        describe: Describe,
         *,
         lease_s: float,
         found: Callable[[list[str]], None],
         cut_off: Callable[[], None],
     ) -> None:
         self._connect = connect
-        self._replica = replica
+        self._describe = describe
         self._beat_s = lease_s / BEATS_A_LEASE
         self._found = found
         self._cut_off = cut_off
@@ -73,7 +74,7 @@ class Heartbeat:
         self._has_started = threading.Event()
 
     @property
-    def healthy(self) -> bool:
+    def is_healthy(self) -> bool:
         """False once the thread is gone. A store that is away is no fault of this process."""
         return self._thread.is_alive()
 
@@ -111,23 +112,21 @@ class Heartbeat:
                 await self._beat(connection.lanes)
                 is_cut_off = False
             except StateContention as error:
-                _log.warning("the lease of %s could not be renewed: %s", self._replica.id, error.message)
+                _log.warning("the lease of %s could not be renewed: %s", self._describe().id, error.message)
                 is_cut_off = True
                 self._cut_off()
                 pause_s = self._beat_s / RETRIES_A_BEAT
             await self._pause(stopped, began + pause_s - time.monotonic())
 
     async def _beat(self, lanes: Lanes) -> None:
-        unowned = await lanes.renew(self._replica)
+        replica = self._describe()
+        unowned = await lanes.renew(replica)
         if unowned:
             self._found(unowned)
-        for peer in await lanes.replicas(self._replica.base):
-            if self._is_gone(peer):
+        for peer in await lanes.replicas(replica.base):
+            if peer.node == replica.node and peer.id != replica.id and not _is_running(peer):
                 _log.warning("replica %s (pid %d) is gone; its lanes are free", peer.id, peer.pid)
                 await lanes.bury(peer.id)
-
-    def _is_gone(self, peer: Replica) -> bool:
-        return peer.node == self._replica.node and peer.id != self._replica.id and not _is_running(peer)
 
     @staticmethod
     async def _pause(stopped: asyncio.Event, seconds: float) -> None:

@@ -2,7 +2,7 @@
 
 Sees the sampler as a `PoolBackend` and the store as `Lanes`; knows nothing of tokens, engines or HTTP. The lease of the replica is renewed
 elsewhere. A sample has no effect but its answer, so what is lost (a token that is outdated, a replica that dies) is run again by whoever
-takes it next, with the same result.
+takes it next, with the same result. A sample whose submitter watches it has its tokens posted there as they come.
 
 The only clocks: the bound of a request, and the pause after the store was away.
 """
@@ -15,9 +15,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
-from tinsmith.protocol.errors import ExecutionTimeout, InternalError, StateContention
+from tinsmith import telemetry
+from tinsmith.protocol.errors import Cancelled, ExecutionTimeout, InternalError, StateContention
 from tinsmith.protocol.futures import Outcome
 from tinsmith.protocol.sampling import Sample
+from tinsmith.queue.accounts import outcome_attributes
+from tinsmith.queue.courier import Courier
+from tinsmith.queue.gate import TRANSFER_S
+from tinsmith.state.inbox import StreamChunk
 from tinsmith.state.lanes import Lanes, LeaseExpired, PoolEntry
 
 _log = logging.getLogger(__name__)
@@ -26,16 +31,18 @@ TAKE_TOKENS = 65_536  # of one take: bounds how much one tenant gets ahead of th
 TAKE_ENTRIES = 4  # of one take: how many sequences an entry means is known only when it has been read
 _PAUSE_S = 0.2  # after the first failure of the store, doubled by each further one
 _LONGEST_PAUSE_S = 5.0
+_ABORTS_KEPT = 1024  # of ids that are not here: an order to abort may overtake the answer of the take
 
 Finished = tuple[str, Outcome]  # request id and what became of it
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One sample to run."""
+    """One sample to run. is_watched: somebody wants its tokens as they come."""
 
     rid: str
     sample: Sample
+    is_watched: bool = False
 
 
 class PoolBackend(Protocol):
@@ -62,6 +69,10 @@ class PoolBackend(Protocol):
         """Advance everything that runs; answers the requests that ended."""
         ...
 
+    def take_chunks(self) -> list[StreamChunk]:
+        """Tokens of watched requests that run, since the last call."""
+        ...
+
     def cancel(self, rid: str) -> None:
         """Forget a request; unknown ids are ignored."""
         ...
@@ -84,9 +95,11 @@ class _Pause:
 
 @dataclass(slots=True)
 class _Held:
-    """A request that this replica runs. `deadline` is on the executor's clock. is_suspect: it had cost a worker when it was let in."""
+    """A request that this replica runs. `since` and `deadline` are on the executor's clock. is_suspect: it had cost a worker when it was
+    let in."""
 
     entry: PoolEntry
+    since: float
     deadline: float
     is_suspect: bool
 
@@ -105,7 +118,8 @@ class PoolExecutor:
         timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`timeout_s`: bound of one request from its take to its end. `decode` turns a stored body into the command."""
+        """`timeout_s`: bound of one request from its admission to its end; the admission itself, which may load an adapter, has its own
+        declared bound. `decode` turns a stored body into the command."""
         self._lanes = lanes
         self._base = base
         self._replica = replica
@@ -116,6 +130,8 @@ class PoolExecutor:
         self._held: dict[str, _Held] = {}
         self._taken: list[PoolEntry] = []  # under our lease, but not yet with the backend
         self._unsettled: dict[str, tuple[PoolEntry, Outcome]] = {}
+        self._aborted: dict[str, None] = {}  # ids that are not here, newest last
+        self._courier = Courier(lanes)
         self._intake: asyncio.Task[None] | None = None
         self._take_pause = _Pause()
         self._settle_pause = _Pause()
@@ -134,6 +150,18 @@ class PoolExecutor:
         self._may_have_work = True
         self._woken.set()
 
+    def abort(self, rid: str) -> None:
+        """Nobody waits for this sample any more: free its sequences and settle it as cancelled. An id that is not here is ignored, or
+        aborted once it is taken."""
+        if rid in self._held:
+            self._backend.cancel(rid)
+            self._end(rid, _aborted())
+            self.wake()
+        elif rid not in self._unsettled:
+            self._aborted[rid] = None
+            if len(self._aborted) > _ABORTS_KEPT:
+                del self._aborted[next(iter(self._aborted))]
+
     def stop(self) -> None:
         """Take nothing more."""
         self._stopping = True
@@ -149,6 +177,7 @@ class PoolExecutor:
                 await self._settle()
         finally:
             await self._end_intake()
+            await self._courier.close()
 
     def _is_over(self) -> bool:
         return self._stopping and self._intake is None and self.num_held == 0
@@ -209,25 +238,31 @@ class PoolExecutor:
         return False
 
     async def _admit(self, entries: Sequence[PoolEntry], bodies: Sequence[bytes | None]) -> None:
-        deadline = self._clock() + self._timeout_s
+        now = self._clock()
         works: list[Work] = []
         for entry, body in zip(entries, bodies, strict=True):
-            self._held[entry.rid] = _Held(entry, deadline, is_suspect=entry.attempts > 0)
-            work = self._work(entry.rid, body)
+            self._held[entry.rid] = _Held(entry, now, now + TRANSFER_S + self._timeout_s, is_suspect=entry.attempts > 0)
+            work = self._work(entry, body)
             if isinstance(work, Work):
                 works.append(work)
             else:
                 self._end(entry.rid, work)
         for rid, outcome in await self._backend.admit(works):
             self._end(rid, outcome)
+        deadline = self._clock() + self._timeout_s
+        for held in [self._held[work.rid] for work in works if work.rid in self._held]:
+            held.deadline = deadline
 
-    def _work(self, rid: str, body: bytes | None) -> Work | Outcome:
+    def _work(self, entry: PoolEntry, body: bytes | None) -> Work | Outcome:
+        if entry.rid in self._aborted:
+            del self._aborted[entry.rid]
+            return _aborted()
         if body is None:
-            return Outcome.failed(InternalError("the stored command is gone; send the request again"), tainted=False)
+            return Outcome.failed(InternalError("the stored command is gone; send the request again"), is_tainted=False)
         try:
-            return Work(rid, self._decode(body))
+            return Work(entry.rid, self._decode(body), is_watched=entry.reply_to != "")
         except Exception as error:  # noqa: BLE001 - a body that cannot be decoded fails its own request and nobody else's
-            return Outcome.failed(error, tainted=False)
+            return Outcome.failed(error, is_tainted=False)
 
     async def _advance(self) -> None:
         if self._backend.is_idle:
@@ -235,6 +270,17 @@ class PoolExecutor:
             return
         for rid, outcome in await self._backend.step():
             self._end(rid, outcome)
+        self._tell()
+
+    def _tell(self) -> None:
+        """Send on what the step brought to those who watch."""
+        by_topic: dict[str, list[StreamChunk]] = {}
+        for chunk in self._backend.take_chunks():
+            held = self._held.get(chunk.rid)
+            if held is not None and held.entry.reply_to:
+                by_topic.setdefault(held.entry.reply_to, []).append(chunk)
+        for topic, chunks in by_topic.items():
+            self._courier.carry(topic, chunks)
 
     async def _sleep(self) -> None:
         """Until something happens, or the next pause or bound ends."""
@@ -254,14 +300,26 @@ class PoolExecutor:
         held = self._held.pop(rid, None)
         if held is not None:
             self._unsettled[rid] = (held.entry, outcome)
-            if outcome.failure is not None and outcome.failure.diagnostic is not None:
-                _log.error("sample %s failed:\n%s", rid, outcome.failure.diagnostic)
+            self._courier.forget(rid)
+            self._account(held, outcome)
+
+    def _account(self, held: _Held, outcome: Outcome) -> None:
+        rid, seconds = held.entry.rid, self._clock() - held.since
+        reason = "" if outcome.failure is None else outcome.failure.reason.value
+        telemetry.count(telemetry.EXECUTIONS, base_model=self._base, kind=telemetry.SAMPLE, outcome=outcome.state, reason=reason)
+        telemetry.observe(telemetry.EXECUTION, seconds, base_model=self._base, kind=telemetry.SAMPLE)
+        attributes = {"kind": telemetry.SAMPLE, "request_id": rid} | outcome_attributes(outcome)
+        telemetry.trace_ended(telemetry.SPAN_COMMAND, seconds, held.entry.trace, **attributes)
+        if outcome.failure is not None and outcome.failure.diagnostic is not None:
+            with telemetry.bound_request(rid):
+                _log.error("sample failed:\n%s", outcome.failure.diagnostic)
 
     def _expire(self) -> None:
         now = self._clock()
+        late = ExecutionTimeout(f"the sample did not end within {self._timeout_s:g} s; send a shorter request")
         for rid in [rid for rid, held in self._held.items() if held.deadline <= now]:
             self._backend.cancel(rid)
-            self._end(rid, Outcome.failed(ExecutionTimeout(f"the sample did not end within {self._timeout_s:g} s"), tainted=False))
+            self._end(rid, Outcome.failed(late, is_tainted=False))
 
     async def _settle(self) -> None:
         """Write all outcomes in one round trip; with the store away they are kept."""
@@ -286,3 +344,7 @@ class PoolExecutor:
             self._intake.cancel()
             with suppress(asyncio.CancelledError):
                 await self._intake
+
+
+def _aborted() -> Outcome:
+    return Outcome.failed(Cancelled("the caller has gone, so the sample was dropped; send it again"), is_tainted=False)

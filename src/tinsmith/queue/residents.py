@@ -18,7 +18,11 @@ FLOOR_TOKENS = 1024  # what an entry costs its lane at least: an optimizer step 
 
 @dataclass(eq=False, slots=True)
 class Resident:
-    """A lane that this replica owns. `acquired` is set until the adapter is built from it."""
+    """A lane that this replica owns. `acquired` is set until the adapter is built from it.
+
+    trimmable_bytes, engine_s: of the log since a snapshot was last tried; unsaved_bytes, unsaved_engine_s: from before that, where the try
+    failed or is under way, and the time of the replay after which the adapter stood here.
+    """
 
     info: LaneInfo
     acquired: Acquired | None
@@ -30,6 +34,8 @@ class Resident:
     deficit: int = 0
     trimmable_bytes: int = 0
     engine_s: float = 0.0
+    unsaved_bytes: int = 0
+    unsaved_engine_s: float = 0.0
     hole: asyncio.TimerHandle | None = None
 
     @classmethod
@@ -52,6 +58,16 @@ class Resident:
         """The adapter holds more than its durable snapshot."""
         return self.is_built and self.has_state and self.done > self.info.durable
 
+    @property
+    def lag_bytes(self) -> int:
+        """Of the log that a new owner would have to run again."""
+        return self.trimmable_bytes + self.unsaved_bytes
+
+    @property
+    def lag_engine_s(self) -> float:
+        """About how long that would take."""
+        return self.engine_s + self.unsaved_engine_s
+
     def start_from(self, acquired: Acquired) -> None:
         self.info = replace(acquired.info, token=acquired.token)
         self.acquired = acquired
@@ -60,6 +76,7 @@ class Resident:
         self.trimmable_bytes = sum(entry.size for entry in acquired.replay if entry.kind.is_replayed)
         self.has_state = acquired.info.snapshot is not None or any(entry.kind.is_replayed for entry in acquired.replay)
         self.engine_s = 0.0
+        self.unsaved_bytes, self.unsaved_engine_s = 0, 0.0
         self.is_built = False
 
     def note(self, entry: Entry, outcome: Outcome) -> None:
@@ -69,8 +86,18 @@ class Resident:
         if outcome.state is State.COMPLETED and entry.kind.is_replayed:
             self.trimmable_bytes += entry.size
             self.has_state = True
-        if outcome.tainted:
+        if outcome.is_tainted:
             self.is_built = False
+
+    def begin_snapshot(self) -> None:
+        """The next one is due when as much has come up again, whatever becomes of this one."""
+        self.unsaved_bytes, self.unsaved_engine_s = self.lag_bytes, self.lag_engine_s
+        self.trimmable_bytes, self.engine_s = 0, 0.0
+
+    def end_snapshot(self, seq: int, artifact: str) -> None:
+        """The lane's floor is at `seq` now."""
+        self.info = replace(self.info, durable=seq, snapshot=artifact)
+        self.unsaved_bytes, self.unsaved_engine_s = 0, 0.0
 
     def disarm(self) -> None:
         if self.hole is not None:

@@ -49,7 +49,9 @@ class ChatTemplate:
                 messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, **self._special_tokens
             )
         except (TemplateError, TypeError, ValueError) as error:
-            raise ValidationFailed(f"messages: the chat template of the base model refuses them ({error})") from error
+            raise ValidationFailed(
+                f"messages: the chat template of the base model refuses them ({error}); send others, or token ids"
+            ) from error
 
 
 def _special_tokens(config: Mapping[str, object]) -> dict[str, str]:

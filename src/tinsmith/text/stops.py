@@ -25,7 +25,9 @@ class StopMatcher:
         self._strings = tuple(text for text in stop or () if isinstance(text, str))
         if any(not text for text in self._strings):
             raise ValueError("an empty stop string would stop before the first token")
+        self._firsts = frozenset(text[0] for text in self._strings)
         self._tail = ""
+        self._pieces: list[tuple[int, bool]] = []  # of each token: characters that it made final, and whether none is incomplete
         self._kept = max((len(text) for text in self._strings), default=1) - 1
         self._stream = None
         if self._strings:
@@ -39,11 +41,30 @@ class StopMatcher:
             return True
         if self._stream is None:
             return False
-        text = self._tail + self._stream.push(token)
+        piece = self._stream.push(token)
+        self._pieces.append((len(piece), self._stream.is_complete))
+        text = self._tail + piece
         if any(string in text for string in self._strings):
             return True
         self._tail = text[max(0, len(text) - self._kept) :]
         return False
+
+    def num_undecided(self) -> int:
+        """How many of the newest tokens may turn out to begin a stop string: those whose text is the beginning of one, or is incomplete."""
+        rest = self._num_undecided_characters()
+        undecided = 0
+        for size, is_complete in reversed(self._pieces):
+            if rest <= 0 and is_complete:
+                break
+            rest -= size
+            undecided += 1
+        return undecided
+
+    def _num_undecided_characters(self) -> int:
+        for start, character in enumerate(self._tail):
+            if character in self._firsts and any(string.startswith(self._tail[start:]) for string in self._strings):
+                return len(self._tail) - start
+        return 0
 
 
 def _stop_ids(stop: Stop, eos_token_ids: Collection[int]) -> frozenset[int]:

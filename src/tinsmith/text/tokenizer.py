@@ -34,6 +34,11 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         return list(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
 
+    def encode_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Token ids, and where in the text each stands: characters [start, end). Tokens that share a character overlap."""
+        encoding = self._fast.encode(text, add_special_tokens=False)
+        return list(encoding.ids), list(encoding.offsets)
+
     def decode(self, tokens: list[int], *, skip_special_tokens: bool = False) -> str:
         """Bytes that are no valid UTF-8 become U+FFFD; unknown ids are dropped."""
         return str(self._fast.decode(tokens, skip_special_tokens=skip_special_tokens))
@@ -53,15 +58,17 @@ class TextStream:
         self._tokenizer = tokenizer
         self._window: list[int] = []
         self._emitted = ""  # what of the window's text has been handed out
+        self.is_complete = True  # False while the newest bytes may be the first of a character
 
     def push(self, token: int) -> str:
         """The text that `token` makes final; empty while a character is incomplete."""
         self._window.append(token)
         text = self._tokenizer.decode(self._window)
         final = _without_incomplete_tail(text)
+        self.is_complete = final == text
         piece = final[len(self._emitted) :]
         self._emitted = max(final, self._emitted, key=len)
-        if len(self._window) >= _WINDOW and final == text:
+        if len(self._window) >= _WINDOW and self.is_complete:
             self._window = self._window[-_CONTEXT:]
             self._emitted = self._tokenizer.decode(self._window)
         return piece

@@ -10,7 +10,8 @@ import pytest
 
 from tests.fakes.cut_off import CutOff
 from tests.fakes.training import ALWAYS, LORA, TENANT, World, lane_of, model_input, optim, resident, state_of, train, undisturbed, until
-from tinsmith.protocol.errors import Category, ReasonCode
+from tinsmith.engines.fake_faults import FAULT_TOKEN, Fault
+from tinsmith.protocol.errors import Category, InternalError, ReasonCode
 from tinsmith.protocol.futures import Failure, State
 from tinsmith.protocol.sampling import Sample, SamplingParams
 from tinsmith.protocol.training import CreateModel, Kind, TrainingCommand
@@ -407,6 +408,39 @@ async def test_memory_that_cannot_be_dropped_does_not_keep_the_lane(world: World
     broken.operations.add("drop_adapter")
     await replica.stop()
     assert replica.executor.lanes == ()
+
+
+@pytest.mark.proves("R8")
+async def test_an_engine_that_keeps_what_it_was_to_drop_costs_its_replica(world: World) -> None:
+    """Its slot would be counted as free, and no adapter would fit there."""
+    broken = Broken()
+    replica = await world.start(world.build("a", before=broken))
+    await world.all_settled(await world.submit_all(STEPS))
+    broken.operations.add("drop_adapter")
+    reason = Failure(reason=ReasonCode.SESSION_ENDED, message="ended", category=Category.USER)
+    await world.lanes.close(TENANT, lane_of(), reason)
+    with pytest.raises(InternalError, match="did not drop an adapter"):
+        await asyncio.wait_for(replica.tasks[0], 5)
+
+
+async def test_a_command_that_comes_while_a_rebuild_fails_is_told_of_it(world: World) -> None:
+    class Breaks(Stop):
+        def __call__(self, operation: str, subject: str) -> None:
+            super().__call__(operation, subject)
+            if operation == "restore":
+                raise RuntimeError("broken restore")
+
+    breaks = Breaks("restore")
+    replica = await world.start(world.build("a", snapshots=ALWAYS, before=breaks))
+    await world.all_settled(await world.submit_all(STEPS))
+    await world.settled(await world.submit(len(STEPS), train(FAULT_TOKEN, int(Fault.RAISE_HALFWAY))))
+    assert await asyncio.to_thread(breaks.reached.wait, 5)
+    rid = await world.submit(len(STEPS) + 1, train(1))
+    breaks.let_go.set()
+    record = await world.settled(rid)
+    assert record.failure is not None
+    assert record.failure.reason is ReasonCode.INTERNAL_ERROR
+    assert replica.engine.calls["restore"] == 1
 
 
 async def test_a_model_that_cannot_be_rebuilt_fails_its_commands_one_by_one_and_recovers(world: World, tmp_path: Path) -> None:

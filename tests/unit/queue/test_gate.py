@@ -3,11 +3,12 @@
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 
 from tests.fakes.training import until
+from tinsmith import telemetry
 from tinsmith.protocol.errors import ExecutionTimeout, GateUnavailable, ValidationFailed
 from tinsmith.queue.gate import DECLARED_BOUNDS_S, Gate
 
@@ -173,7 +174,7 @@ async def test_cancelling_a_waiter_neither_opens_nor_poisons_the_gate(build: Cal
     engine.let_go.set()
     assert await next_one == 2
     assert engine.order == [2]
-    assert gate.healthy
+    assert gate.is_healthy
 
 
 async def test_a_turn_that_comes_with_a_cancellation_is_passed_on(build: Callable[..., Gate], engine: Engine) -> None:
@@ -197,7 +198,7 @@ async def test_a_timeout_pings_beside_the_hung_call(build: Callable[..., Gate], 
         await gate(engine.block)
     await until(lambda: engine.pings == 1)
     assert await gate.probe()
-    assert gate.healthy
+    assert gate.is_healthy
 
 
 @pytest.mark.proves("R8")
@@ -205,10 +206,10 @@ async def test_a_failing_ping_makes_unhealthy_until_a_good_one(gate: Gate, engin
     engine.ping_error = RuntimeError("dead rank")
     with pytest.raises(ExecutionTimeout):
         await gate(engine.block)
-    await until(lambda: not gate.healthy)
+    await until(lambda: not gate.is_healthy)
     engine.ping_error = None
     engine.let_go.set()  # the end of the late call probes again
-    await until(lambda: gate.healthy)
+    await until(lambda: gate.is_healthy)
     assert not gate.is_shut
 
 
@@ -217,22 +218,22 @@ async def test_a_ping_that_hangs_makes_unhealthy(build: Callable[..., Gate], eng
     gate = build(ping_s=BOUND_S)
     engine.may_answer_ping.clear()
     assert not await gate.probe()
-    assert not gate.healthy
+    assert not gate.is_healthy
     engine.may_answer_ping.set()
     assert await gate.probe()
-    assert gate.healthy
+    assert gate.is_healthy
 
 
 @pytest.mark.proves("R8")
 async def test_a_call_that_still_runs_one_bound_after_its_timeout_makes_unhealthy(gate: Gate, engine: Engine) -> None:
     with pytest.raises(ExecutionTimeout):
         await gate(engine.block)
-    await until(lambda: not gate.healthy)
+    await until(lambda: not gate.is_healthy)
     assert await gate.probe()  # a good ping does not hide a call that never returns
-    assert not gate.healthy
+    assert not gate.is_healthy
     engine.let_go.set()
     await gate.opened()
-    assert gate.healthy
+    assert gate.is_healthy
 
 
 async def test_a_call_that_ended_while_the_loop_was_late_is_no_timeout(gate: Gate, engine: Engine) -> None:
@@ -270,3 +271,51 @@ async def test_a_call_that_ends_after_its_loop_is_harmless() -> None:
     await asyncio.to_thread(asyncio.run, start())
     let_go.set()
     assert await asyncio.to_thread(ended.wait, 5)
+
+
+# --- what it reports
+
+
+@pytest.fixture
+def measured() -> Iterator[list[telemetry.Measurement]]:
+    found: list[telemetry.Measurement] = []
+    with telemetry.recording(found.append):
+        yield found
+
+
+def values_of(measured: list[telemetry.Measurement], name: str) -> list[float]:
+    return [one.value for one in measured if one.name == name]
+
+
+async def test_a_call_is_timed_by_its_name_until_it_really_ended(gate: Gate, engine: Engine, measured: list[telemetry.Measurement]) -> None:
+    await gate(engine.number, 1)
+    with pytest.raises(ExecutionTimeout):
+        await gate(engine.block)
+    assert [dict(one.labels) for one in measured if one.name == telemetry.GATE_CALL] == [{"call": "number"}]
+    engine.let_go.set()
+    await gate.opened()
+    late = [one for one in measured if one.name == telemetry.GATE_CALL][-1]
+    assert dict(late.labels) == {"call": "block"}
+    assert late.value > BOUND_S
+
+
+async def test_a_shut_gate_is_a_gauge(gate: Gate, engine: Engine, measured: list[telemetry.Measurement]) -> None:
+    await gate(engine.number, 1)
+    assert values_of(measured, telemetry.GATE_SHUT) == []
+    with pytest.raises(ExecutionTimeout):
+        await gate(engine.block)
+    assert values_of(measured, telemetry.GATE_SHUT) == [1]
+    engine.let_go.set()
+    await gate.opened()
+    assert values_of(measured, telemetry.GATE_SHUT) == [1, 0]
+
+
+async def test_calls_that_wait_for_their_turn_are_a_gauge(
+    build: Callable[..., Gate], engine: Engine, measured: list[telemetry.Measurement]
+) -> None:
+    gate = build(bound_s=30)
+    calls = [asyncio.create_task(gate(engine.block)) for _ in range(3)]
+    await until(lambda: values_of(measured, telemetry.GATE_WAITING)[-1:] == [2])
+    engine.let_go.set()
+    await asyncio.gather(*calls)
+    assert values_of(measured, telemetry.GATE_WAITING) == [1, 2, 1, 0, 0]

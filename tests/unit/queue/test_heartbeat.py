@@ -6,18 +6,23 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
 from tests.fakes.cut_off import CutOff
 from tinsmith.protocol.errors import StateContention
 from tinsmith.queue.heartbeat import Heartbeat, this_process
-from tinsmith.state.lanes import LaneLimits, Lanes, Replica
+from tinsmith.state.lanes import LaneLimits, Lanes, Replica, Role
 from tinsmith.state.memory_lanes import MemoryLanes
 from tinsmith.state.memory_store import MemoryStore
 from tinsmith.state.store import StoreInfo
 
 LEASE_S = 0.15
+
+
+def me() -> Replica:
+    return this_process("me", "tiny", "here")
 
 
 class Told:
@@ -109,23 +114,21 @@ def start(lanes: Unowned, told: Told) -> Iterator[Callable[[], Heartbeat]]:
     started: list[Heartbeat] = []
 
     def start() -> Heartbeat:
-        started.append(
-            Heartbeat(lambda: Guarded(lanes), this_process("me", "tiny", "here"), lease_s=LEASE_S, found=told, cut_off=told.cut_off)
-        )
+        started.append(Heartbeat(lambda: Guarded(lanes), me, lease_s=LEASE_S, found=told, cut_off=told.cut_off))
         started[-1].start()
         return started[-1]
 
     yield start
     for heartbeat in started:
         heartbeat.stop()
-        assert not heartbeat.healthy
+        assert not heartbeat.is_healthy
 
 
 async def test_it_renews_and_tells_of_lanes_without_an_owner(start: Callable[[], Heartbeat], lanes: Unowned, told: Told) -> None:
     heartbeat = start()
     assert told.heard.wait(5)
     assert told.lanes == ["lonely"]
-    assert heartbeat.healthy
+    assert heartbeat.is_healthy
 
 
 @pytest.mark.proves("R5")
@@ -145,7 +148,7 @@ async def test_it_tells_of_an_outage_and_goes_on_when_the_store_comes_back(
     deadline = time.monotonic() + 5
     while lanes.refused["renew"] < 2 and time.monotonic() < deadline:
         time.sleep(0.005)  # noqa: ASYNC251 - the heartbeat runs in a thread
-    assert heartbeat.healthy
+    assert heartbeat.is_healthy
     assert not lanes.renewed.is_set()
     assert told.num_cut_off > 0
     lanes.is_away = False
@@ -154,7 +157,7 @@ async def test_it_tells_of_an_outage_and_goes_on_when_the_store_comes_back(
 
 def test_it_goes_on_in_a_store_that_came_back_empty_and_closes_it_at_the_end(told: Told) -> None:
     lanes = Emptied(MemoryLanes(MemoryStore(), LaneLimits()))
-    heartbeat = Heartbeat(lambda: lanes.connection, this_process("me", "tiny", "here"), lease_s=LEASE_S, found=told, cut_off=told.cut_off)
+    heartbeat = Heartbeat(lambda: lanes.connection, me, lease_s=LEASE_S, found=told, cut_off=told.cut_off)
     heartbeat.start()
     assert lanes.renewed.wait(5)
     heartbeat.stop()
@@ -191,6 +194,32 @@ async def test_it_buries_peers_of_its_node_whose_process_is_gone(start: Callable
     assert sorted(lanes.buried) == ["ended", "pid used again", "zombie"]
 
 
+@pytest.mark.proves("R53")
+async def test_each_renewal_tells_how_the_process_is_at_that_moment(lanes: Unowned, told: Told) -> None:
+    state = {"num_used": 0, "is_draining": False}
+
+    def describe() -> Replica:
+        return replace(this_process("me", "tiny", "here", Role.SAMPLER), num_slots=4, **state)
+
+    heartbeat = Heartbeat(lambda: Guarded(lanes), describe, lease_s=LEASE_S, found=told, cut_off=told.cut_off)
+    heartbeat.start()
+    seen: list[tuple[int, bool]] = []
+    for change in ({"num_used": 3}, {"is_draining": True}):
+        lanes.renewed.clear()
+        assert lanes.renewed.wait(5)
+        (known,) = await lanes.replicas("tiny")
+        seen.append((known.num_used, known.is_draining))
+        assert (known.role, known.num_slots) == (Role.SAMPLER, 4)
+        state.update(change)
+        lanes.renewed.clear()
+        assert lanes.renewed.wait(5)
+        lanes.renewed.clear()
+        assert lanes.renewed.wait(5)
+    (known,) = await lanes.replicas("tiny")
+    heartbeat.stop()
+    assert [*seen, (known.num_used, known.is_draining)] == [(0, False), (3, False), (3, True)]
+
+
 async def test_one_that_was_not_started_is_not_healthy(lanes: Unowned, told: Told) -> None:
-    heartbeat = Heartbeat(lambda: Guarded(lanes), this_process("me", "tiny", "here"), lease_s=LEASE_S, found=told, cut_off=told.cut_off)
-    assert not heartbeat.healthy
+    heartbeat = Heartbeat(lambda: Guarded(lanes), me, lease_s=LEASE_S, found=told, cut_off=told.cut_off)
+    assert not heartbeat.is_healthy

@@ -1,6 +1,8 @@
 """Stop rules: which token ends a sequence."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tinsmith.protocol.sessions import BaseModelInfo
 from tinsmith.text.stops import Stop, StopMatcher
@@ -76,3 +78,49 @@ def test_strings_need_a_tokenizer_and_text(tokenizer: Tokenizer) -> None:
         StopMatcher(("x",), (), None)
     with pytest.raises(ValueError, match="empty stop string"):
         StopMatcher(("",), (), tokenizer)
+
+
+def undecided_after(stop: tuple[str, ...], tokens: list[int], tokenizer: Tokenizer) -> list[int]:
+    """How many tokens are undecided after each token."""
+    matcher = StopMatcher(stop, (EOS,), tokenizer)
+    undecided = []
+    for token in tokens:
+        assert not matcher.push(token)
+        undecided.append(matcher.num_undecided())
+    return undecided
+
+
+def test_tokens_whose_text_begins_a_stop_string_are_undecided(tokenizer: Tokenizer) -> None:
+    tokens = [tokenizer.encode(letter)[0] for letter in "xabxabcy"]
+    assert undecided_after(("abcd", "bxq"), tokens, tokenizer) == [0, 1, 2, 2, 1, 2, 3, 0]
+
+
+def test_without_stop_strings_everything_is_decided() -> None:
+    matcher = StopMatcher((7,), (EOS,), None)
+    assert not matcher.push(5)
+    assert matcher.num_undecided() == 0
+
+
+def test_an_incomplete_character_is_undecided(tokenizer: Tokenizer) -> None:
+    tokens = tokenizer.encode("𝔘")
+    assert len(tokens) > 1, "the test needs a character of several tokens"
+    undecided = undecided_after(("zz",), [*tokens, *tokenizer.encode("a")], tokenizer)
+    assert undecided == [*range(1, len(tokens)), 0, 0]
+
+
+@given(pieces=st.lists(st.sampled_from(["a", "b", "ab", "é", "日", "𝔘", " a", "ba"]), min_size=1, max_size=12), stop=st.data())
+def test_nothing_of_a_stop_string_is_decided_before_it_matches(tokenizer: Tokenizer, pieces: list[str], stop: st.DataObject) -> None:
+    tokens = [token for piece in pieces for token in tokenizer.encode(piece)]
+    text = tokenizer.decode(tokens)
+    start = stop.draw(st.integers(0, len(text) - 1))
+    string = text[start : stop.draw(st.integers(start + 1, len(text)))]
+    matcher = StopMatcher((string,), (EOS,), tokenizer)
+    num_decided = 0
+    for index, token in enumerate(tokens):
+        if matcher.push(token):
+            break
+        now_decided = index + 1 - matcher.num_undecided()
+        assert now_decided >= num_decided, "what was decided stays so"
+        num_decided = now_decided
+    decided = tokenizer.decode(tokens[:num_decided])
+    assert len(decided) <= text.index(string)

@@ -1,0 +1,109 @@
+"""Conversations to tokens: which are the assistant's."""
+
+from pathlib import Path
+
+import pytest
+
+from tinsmith.protocol.errors import InputTokensExceeded, ValidationFailed
+from tinsmith.protocol.sessions import BaseModelInfo
+from tinsmith.text.chat import ChatTemplate
+from tinsmith.text.conversations import Conversations
+from tinsmith.text.tokenizer import Tokenizer
+
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hé 😀?"},
+    {"role": "assistant", "content": "Ja 😀 née."},
+    {"role": "user", "content": "And?"},
+    {"role": "assistant", "content": "Spaces \n"},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model: BaseModelInfo) -> Tokenizer:
+    return Tokenizer.from_dir(tiny_model.path)
+
+
+@pytest.fixture(scope="module")
+def conversations(tiny_model: BaseModelInfo) -> Conversations:
+    found = Conversations.from_dir(tiny_model.path)
+    assert found is not None
+    return found
+
+
+def trained(conversations: Conversations, tokenizer: Tokenizer, messages: list[dict[str, str]]) -> list[str]:
+    """The runs of trained tokens, as text."""
+    rendered = conversations.supervise(messages, 10_000)
+    runs: list[list[int]] = [[]]
+    for token, is_trained in zip(rendered.tokens, rendered.is_trained, strict=True):
+        if is_trained:
+            runs[-1].append(token)
+        elif runs[-1]:
+            runs.append([])
+    return [tokenizer.decode(run) for run in runs if run]
+
+
+def test_the_assistant_s_turns_are_trained_with_the_marker_of_their_end(conversations: Conversations, tokenizer: Tokenizer) -> None:
+    assert trained(conversations, tokenizer, CHAT) == ["Ja 😀 née.<|im_end|>\n", "Spaces \n<|im_end|>\n"]
+
+
+def test_what_is_trained_is_what_a_sampler_would_have_to_draw(conversations: Conversations) -> None:
+    rendered = conversations.supervise(CHAT, 10_000)
+    prompt = conversations.prompt(CHAT[:2])
+    first = rendered.is_trained.index(True)
+    assert rendered.tokens[:first] == prompt
+
+
+def test_targets_are_shifted_by_one(conversations: Conversations) -> None:
+    rendered = conversations.supervise(CHAT, 10_000)
+    assert rendered.inputs == rendered.tokens[:-1]
+    assert rendered.targets == rendered.tokens[1:]
+    assert rendered.weights == [float(is_trained) for is_trained in rendered.is_trained[1:]]
+    assert len(rendered.weights) == len(rendered.inputs)
+
+
+def test_a_conversation_without_an_assistant_trains_nothing(conversations: Conversations) -> None:
+    assert not any(conversations.supervise(CHAT[:2], 10_000).is_trained)
+
+
+def test_a_token_that_spans_the_border_belongs_to_the_turn(tokenizer: Tokenizer) -> None:
+    glued = ChatTemplate(
+        "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{% endfor %}{% if add_generation_prompt %}a:{% endif %}", {}
+    )
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": ":) yes"}]
+    (run,) = trained(Conversations(tokenizer, glued), tokenizer, messages)
+    assert run.endswith(" yes")
+    assert len(run) >= len(":) yes")
+
+
+def test_a_template_that_renders_a_turn_unlike_its_prompt_is_refused_with_the_remedy(tokenizer: Tokenizer) -> None:
+    template = ChatTemplate("{{ messages | length }}{% if add_generation_prompt %}go{% endif %}", {})
+    with pytest.raises(ValidationFailed, match=r"messages\[1\]: .*; send token ids"):
+        Conversations(tokenizer, template).supervise(CHAT[1:3], 10_000)
+
+
+def test_a_template_that_changes_earlier_turns_is_refused_with_the_remedy(tokenizer: Tokenizer) -> None:
+    source = "{% for m in messages %}[{{ m.content if loop.last else m.content | upper }}]{% endfor %}"
+    messages = [{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}]
+    with pytest.raises(ValidationFailed, match=r"messages\[0\]: .* once others follow; end the conversation"):
+        Conversations(tokenizer, ChatTemplate(source, {})).supervise(messages, 10_000)
+
+
+def test_a_conversation_that_is_too_long_is_refused_before_its_turns_are_looked_for(conversations: Conversations) -> None:
+    with pytest.raises(InputTokensExceeded, match="exceed the context of 8"):
+        conversations.supervise(CHAT, 8)
+    exact = len(conversations.supervise(CHAT, 10_000).inputs)
+    assert conversations.supervise(CHAT, exact).tokens
+
+
+def test_no_tokenizer_no_conversations(tmp_path: Path) -> None:
+    assert Conversations.from_dir(tmp_path) is None
+
+
+def test_without_a_template_texts_work_and_messages_do_not(tokenizer: Tokenizer) -> None:
+    plain = Conversations(tokenizer, None)
+    assert not plain.has_chat
+    assert plain.decode([*plain.encode("two words"), *plain.encode("<|im_end|>")]) == "two words"
+    for ask in (lambda: plain.prompt(CHAT), lambda: plain.supervise(CHAT, 10)):
+        with pytest.raises(ValidationFailed, match="no chat template; send texts or token ids"):
+            ask()
