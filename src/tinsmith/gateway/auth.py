@@ -11,19 +11,18 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tinsmith.config import GatewayConfig
-from tinsmith.gateway.errors import error_response
+from tinsmith.gateway.errors import answer
 from tinsmith.protocol.errors import InvalidRequest, RequestRejected, UserError
 from tinsmith.protocol.ids import LOCAL_TENANT
 
 JSON = "application/json"
 PROTOBUF = "application/x-protobuf"
-_BODY_METHODS = frozenset({"POST", "PUT", "PATCH"})
 
 
 class Authenticator(Protocol):
     """Maps a caller to its tenant."""
 
-    async def tenant(self, method: str, headers: Headers) -> str:
+    async def tenant(self, headers: Headers) -> str:
         """Raises UserError where the call is refused."""
         ...
 
@@ -35,14 +34,14 @@ class OpenMode:
         self._hosts = frozenset(host.lower() for host in config.allowed_hosts)
         self._origins = frozenset(config.allowed_origins)
 
-    async def tenant(self, method: str, headers: Headers) -> str:
+    async def tenant(self, headers: Headers) -> str:
         host = _without_port(headers.get("host", "")).lower()
         if host not in self._hosts:
             raise RequestRejected(f"Host: {host[:100]!r} is not served; call an address of gateway.allowed_hosts or list this one there")
         origin = headers.get("origin")
         if origin is not None and origin not in self._origins:
             raise RequestRejected(f"Origin: {origin[:100]!r} is not allowed; list it in gateway.allowed_origins")
-        if method in _BODY_METHODS and content_type(headers) not in (JSON, PROTOBUF):
+        if _has_body(headers) and content_type(headers) not in (JSON, PROTOBUF):
             raise InvalidRequest(f"Content-Type: {content_type(headers)[:100]!r} is not accepted; send {JSON} or {PROTOBUF}")
         return LOCAL_TENANT
 
@@ -59,9 +58,9 @@ class AuthMiddleware:
             await self._app(scope, receive, send)
             return
         try:
-            tenant = await self._authenticator.tenant(scope["method"], Headers(scope=scope))
+            tenant = await self._authenticator.tenant(Headers(scope=scope))
         except UserError as refusal:
-            await error_response(refusal)(scope, receive, send)
+            await answer(scope, refusal)(scope, receive, send)
             return
         scope.setdefault("state", {})["tenant"] = tenant
         await self._app(scope, receive, send)
@@ -70,6 +69,11 @@ class AuthMiddleware:
 def content_type(headers: Headers) -> str:
     """The media type alone, lower case."""
     return headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+def _has_body(headers: Headers) -> bool:
+    """What declares a type counts as a body too. Without either, the router and the routes refuse as they do for an empty one."""
+    return "content-type" in headers or "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
 
 
 def _without_port(host: str) -> str:

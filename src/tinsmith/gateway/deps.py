@@ -3,21 +3,26 @@
 Knows the seams (`Store`, `Lanes`) and not what implements them.
 """
 
+import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Protocol
 
 from fastapi import Depends, Request
 
+from tinsmith import telemetry
 from tinsmith.config import ServerConfig
+from tinsmith.gateway.rendering import Renderers
+from tinsmith.gateway.streams import Streams
 from tinsmith.protocol import ids
 from tinsmith.protocol.errors import NotFound
-from tinsmith.protocol.ids import RequestId, Work
+from tinsmith.protocol.ids import RequestId, WorkKind
 from tinsmith.protocol.sessions import BaseModelInfo, CheckpointRecord
+from tinsmith.queue.limits import Budgets
 from tinsmith.state.catalog import Catalog
-from tinsmith.state.events import EventReader, Waiter
+from tinsmith.state.events import EventReader
 from tinsmith.state.lanes import Lanes
 from tinsmith.state.store import Store, StoreInfo
 
@@ -32,12 +37,16 @@ class Identity:
         self._clock = clock
         self._info: StoreInfo | None = None
         self._read_at = 0.0
+        self._reading: asyncio.Task[StoreInfo] | None = None
 
     async def current(self) -> StoreInfo:
-        """Raises StateContention while the store is away."""
-        if self._info is None or self._clock() - self._read_at > IDENTITY_AGE_S:
-            return await self.refreshed()
-        return self._info
+        """One read serves all that wait for it. Raises StateContention while the store is away."""
+        if self._info is not None and self._clock() - self._read_at <= IDENTITY_AGE_S:
+            return self._info
+        if self._reading is None or self._reading.done():
+            self._reading = asyncio.create_task(self.refreshed())
+            self._reading.add_done_callback(lambda task: None if task.cancelled() else task.exception())  # heard, if nobody waits
+        return await asyncio.shield(self._reading)
 
     async def refreshed(self) -> StoreInfo:
         """As the store says now."""
@@ -46,21 +55,34 @@ class Identity:
         return self._info
 
 
+class Sleeper(Protocol):
+    """Whoever waits for a request of this process."""
+
+    def wake(self) -> None: ...
+
+
 class LongPolls:
-    """Those that wait in this process. A gateway that stops ends them as the end of their window would: their callers ask again."""
+    """Those that wait in this process, streams included. A gateway that stops ends them as the end of their window would: their callers
+    ask again."""
 
     def __init__(self) -> None:
-        self._waiters: set[Waiter] = set()
+        self._waiters: set[Sleeper] = set()
         self.are_ending = False
 
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiters)
+
     @contextlib.contextmanager
-    def hold(self, waiter: Waiter) -> Iterator[None]:
+    def hold(self, waiter: Sleeper) -> Iterator[None]:
         """Let `end` wake the waiter."""
         self._waiters.add(waiter)
+        telemetry.gauge(telemetry.LONG_POLLS_WAITING, len(self._waiters))
         try:
             yield
         finally:
             self._waiters.discard(waiter)
+            telemetry.gauge(telemetry.LONG_POLLS_WAITING, len(self._waiters))
 
     def end(self) -> None:
         """Wake all, and let no other wait."""
@@ -71,20 +93,27 @@ class LongPolls:
 
 @dataclass(frozen=True)
 class Services:
-    """`base_models` are those that this server trains and samples, by name."""
+    """`base_models` are those that this server trains and samples, by name. `exposition` answers the metrics of this node, as text.
+    `process_id`: under which this gateway has its lease."""
 
     config: ServerConfig
     store: Store
     lanes: Lanes
     events: EventReader
     base_models: Mapping[str, BaseModelInfo]
+    exposition: Callable[[], Awaitable[bytes]] | None = None
+    process_id: str = ""
+    renderers: Renderers = field(default_factory=Renderers)
+    streams: Streams = field(default_factory=Streams)
     catalog: Catalog = field(init=False)
     identity: Identity = field(init=False)
+    budgets: Budgets = field(init=False)
     polls: LongPolls = field(init=False, default_factory=LongPolls)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "catalog", Catalog(self.store))
         object.__setattr__(self, "identity", Identity(self.store))
+        object.__setattr__(self, "budgets", Budgets(self.store, self.config.limits))
 
     def base_model(self, name: str) -> BaseModelInfo:
         """Raises NotFound naming what is served."""
@@ -93,14 +122,15 @@ class Services:
             raise NotFound(f"base_model: {name[:200]!r} is not served here; use one of {', '.join(sorted(self.base_models))}")
         return info
 
-    async def checkpoint(self, tenant: str, path: str) -> CheckpointRecord:
-        """The checkpoint of that path, unless it has expired. Raises ValidationFailed (malformed), NotFound."""
-        record = await self.catalog.checkpoint(tenant, path)
+    async def checkpoint(self, tenant: str, path: str, *, field: str) -> CheckpointRecord:
+        """The checkpoint of that path, unless it has expired. `field`: as in `Catalog.checkpoint`. Raises ValidationFailed (malformed),
+        NotFound."""
+        record = await self.catalog.checkpoint(tenant, path, field=field)
         if record.expires_ms is not None and record.expires_ms <= await self.store.now_ms():
-            raise NotFound(f"checkpoint {path!r} has expired")
+            raise NotFound(f"checkpoint {path!r} has expired; load another, and save with a longer time to live")
         return record
 
-    async def request_id(self, work: Work, tenant: str, lane: str, seq: int | str) -> str:
+    async def request_id(self, work: WorkKind, tenant: str, lane: str, seq: int | str) -> str:
         info = await self.identity.current()
         return ids.request_id(work, epoch=info.epoch, secret=info.secret, tenant=tenant, lane=lane, seq=seq)
 
@@ -111,13 +141,13 @@ class Services:
         if parsed is None:
             raise unknown_request(text)
         ours = parsed.epoch == info.epoch
-        if ours and not parsed.genuine:
+        if ours and not parsed.is_genuine:
             raise unknown_request(text)
         return parsed, ours
 
 
 def unknown_request(text: str) -> NotFound:
-    return NotFound(f"request {text[:100]!r} is unknown")
+    return NotFound(f"request {text[:100]!r} is unknown; use the id that its submit answered")
 
 
 def _services(request: Request) -> Services:

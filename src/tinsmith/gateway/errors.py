@@ -1,27 +1,35 @@
-"""The one map from exceptions to HTTP answers. Routes raise; nothing else in the gateway chooses a status.
+"""The maps from exceptions to HTTP answers, one a protocol. Routes raise; nothing else in the gateway chooses a status.
 
-A body is `{"detail": <one line>, "reason": <reason code>, "category": ...}`; it is never empty, since clients take an empty 400 for
-a proxy's fault. It has no key `error`: that marks a failed future.
+The path decides the protocol. On the Tinker wire a body is `{"detail": <one line>, "reason": <reason code>, "category": ...}`; it is
+never empty, since clients take an empty 400 for a proxy's fault, and it has no key `error`: that marks a failed future. On the native
+protocol a body is an `ErrorPayload`, its fields at the top level, with the id of the HTTP request. No answer holds a traceback.
 """
 
 import asyncio
 import logging
-import uuid
 from collections.abc import Mapping
+from math import ceil
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
+from starlette.types import Scope
 
+from tinsmith.gateway.request_ids import HEADER, request_id_of
+from tinsmith.protocol import native
+from tinsmith.protocol.envelopes import ErrorPayload
 from tinsmith.protocol.errors import (
     LEAVES,
+    Cancelled,
     InternalError,
     InvalidRequest,
     NotFound,
+    RateLimited,
     ReasonCode,
     ServerError,
     TinsmithError,
+    ValidationFailed,
 )
 from tinsmith.protocol.futures import one_line
 
@@ -30,9 +38,12 @@ _log = logging.getLogger(__name__)
 HOLD_S = 1.0  # how long an answer is held after which clients ask again at once: a 5xx on their long poll
 
 _RESENT = frozenset({408, 409, 429})  # statuses that clients send again by themselves, beside the 5xx
+_RETRY_AFTER = frozenset({429, 503})  # statuses that tell when to come again
+_RETRY_AFTER_S = 1  # where nothing tells better
 
+NATIVE_STATUS: Mapping[ReasonCode, int] = {leaf.reason: leaf.status for leaf in LEAVES}
 # Clients of the Tinker wire send a 5xx again, for minutes: what this server will never do is a plain refusal there.
-TINKER_STATUS: Mapping[ReasonCode, int] = {leaf.reason: leaf.status for leaf in LEAVES} | {ReasonCode.ENDPOINT_UNAVAILABLE: 400}
+TINKER_STATUS: Mapping[ReasonCode, int] = {**NATIVE_STATUS, ReasonCode.ENDPOINT_UNAVAILABLE: 400}
 
 
 def is_resent(error: TinsmithError) -> bool:
@@ -41,41 +52,80 @@ def is_resent(error: TinsmithError) -> bool:
 
 
 def error_response(error: TinsmithError) -> JSONResponse:
+    """On the Tinker wire."""
     content = {"detail": one_line(error.message), "reason": error.reason.value, "category": error.category.value}
-    return JSONResponse(content, status_code=TINKER_STATUS[error.reason])
+    status = TINKER_STATUS[error.reason]
+    return JSONResponse(content, status_code=status, headers=_retry_after(error, status))
+
+
+def payload_response(error: TinsmithError, request_id: str, status: int | None = None) -> JSONResponse:
+    """On the native protocol. `status`: where it is not the reason's own."""
+    error_code = NATIVE_STATUS[error.reason] if status is None else status
+    details = error.details if isinstance(error, ValidationFailed) else None
+    payload = ErrorPayload.of(error, error_code=error_code, request_id=request_id, details=details)
+    return JSONResponse(payload.model_dump(mode="json"), status_code=error_code, headers=_retry_after(error, error_code))
+
+
+def answer(scope: Scope, error: TinsmithError) -> JSONResponse:
+    """In the protocol that the path belongs to."""
+    return payload_response(error, request_id_of(scope)) if is_native(scope["path"]) else error_response(error)
+
+
+def is_native(path: str) -> bool:
+    return path == native.PREFIX or path.startswith(f"{native.PREFIX}/")
 
 
 def install(app: FastAPI) -> None:
-    """Register the map."""
+    """Register the maps."""
     app.add_exception_handler(TinsmithError, _of_ours)
     app.add_exception_handler(HTTPException, _of_framework)
     app.add_exception_handler(ClientDisconnect, _of_disconnect)
     app.add_exception_handler(Exception, _of_bug)
 
 
-async def _of_ours(_: Request, error: Exception) -> Response:
+async def _of_ours(request: Request, error: Exception) -> Response:
     assert isinstance(error, TinsmithError)  # noqa: S101 - the framework dispatches by type
-    return error_response(error)
+    return answer(request.scope, error)
 
 
 async def _of_framework(request: Request, error: Exception) -> Response:
     """The router's own answers: no such path, or no such method there."""
     assert isinstance(error, HTTPException)  # noqa: S101 - the framework dispatches by type
+    path = request.url.path
     if error.status_code == NotFound.status:
-        return error_response(NotFound(f"{request.url.path[:200]!r} is no path of this server"))
-    mapped = error_response(InvalidRequest(f"{request.method} {request.url.path[:200]}: {error.detail}"))
-    mapped.status_code = error.status_code
+        return answer(request.scope, NotFound(f"{path[:200]!r} is no path of this server; /openapi.json lists the native ones"))
+    refusal = InvalidRequest(f"{request.method} {path[:200]}: {error.detail}; /openapi.json lists what the native paths take")
+    if not is_native(path):
+        mapped = error_response(refusal)
+        mapped.status_code = error.status_code
+        return mapped
+    mapped = payload_response(refusal, request_id_of(request.scope), error.status_code)
+    mapped.headers.update(error.headers or {})
     return mapped
 
 
-async def _of_disconnect(_: Request, __: Exception) -> Response:
+async def _of_disconnect(request: Request, _: Exception) -> Response:
     """Nobody is there to read it."""
-    return Response(status_code=499)
+    if is_native(request.url.path):
+        return payload_response(
+            Cancelled("the connection was closed before the request had come; send it again"), request_id_of(request.scope)
+        )
+    return Response(status_code=Cancelled.status)
 
 
-async def _of_bug(_: Request, error: Exception) -> Response:
-    """The traceback goes to the log, under an id that the caller can quote."""
-    incident = uuid.uuid4().hex
-    _log.error("incident %s", incident, exc_info=error)
+async def _of_bug(request: Request, error: Exception) -> Response:
+    """The traceback goes to the log, under the request's id, which the caller can quote. The framework calls this outside of our own
+    middleware."""
+    request_id = request_id_of(request.scope)
+    _log.error("incident %s", request_id, exc_info=error, extra={"request_id": request_id})
     await asyncio.sleep(HOLD_S)
-    return error_response(InternalError(f"the server failed; its log has the details under {incident}"))
+    failed = answer(request.scope, InternalError(f"the server failed; its log has the details under {request_id}"))
+    failed.headers[HEADER] = request_id
+    return failed
+
+
+def _retry_after(error: TinsmithError, status: int) -> dict[str, str] | None:
+    if status not in _RETRY_AFTER:
+        return None
+    known = error.retry_after_s if isinstance(error, RateLimited) else None
+    return {"Retry-After": str(_RETRY_AFTER_S if known is None else max(1, ceil(known)))}

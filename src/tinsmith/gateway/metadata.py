@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 from tinsmith.protocol.errors import ValidationFailed
+from tinsmith.protocol.sessions import MAX_TEXT
 
-MAX_TEXT = 1024  # characters of a name or tag
 MAX_METADATA = 16 * 1024  # characters of metadata, as JSON
 
 AnyText = TypeVar("AnyText", str, str | None)

@@ -81,4 +81,5 @@ def add_route(app: FastAPI, path: str, error: Exception) -> None:
 @pytest.mark.proves("R49")
 async def test_the_openapi_document_builds(face: Face):
     paths = (await face.http.get("/openapi.json")).json()["paths"]
-    assert "/api/v1/forward_backward" in paths
+    assert "/native/v1/forward_backward" in paths
+    assert all(path.startswith("/native/v1/") for path in paths)

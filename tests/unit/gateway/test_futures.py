@@ -12,7 +12,7 @@ from tests.unit.gateway.test_training import request, send
 from tinsmith.protocol import ids, wire
 from tinsmith.protocol.errors import ExecutionTimeout, StateContention, ValidationFailed
 from tinsmith.protocol.futures import Outcome
-from tinsmith.protocol.ids import Work
+from tinsmith.protocol.ids import WorkKind
 from tinsmith.protocol.sampling import SampledSequence, SampleOutput, StopReason
 from tinsmith.protocol.tensors import DType, Tensor
 from tinsmith.protocol.training import ComputeOutput
@@ -117,7 +117,7 @@ async def test_a_large_result_tells_its_size_first(face: Face):
 async def test_a_failed_future_is_a_200_with_its_category(face: Face, error, category):
     model_id, rid = await step(face)
     await face.take(model_id, 1)
-    await face.settle(model_id, 1, Outcome.failed(error, tainted=False))
+    await face.settle(model_id, 1, Outcome.failed(error, is_tainted=False))
     answer = await face.retrieve(rid, PROTOBUF)
     assert (answer.status_code, answer.json()) == (200, {"error": error.message, "category": category})
 
@@ -127,19 +127,19 @@ async def test_a_failed_future_is_a_200_with_its_category(face: Face, error, cat
 
 async def test_ids_that_were_never_issued_to_this_tenant_are_404_and_alike(face: Face):
     info = await face.store.open()
-    foreign = ids.request_id(Work.TRAINING, epoch=info.epoch, secret=info.secret, tenant="other", lane="l", seq=1)
-    forged = ids.request_id(Work.TRAINING, epoch=info.epoch, secret=b"wrong", tenant="local", lane="l", seq=1)
+    foreign = ids.request_id(WorkKind.TRAINING, epoch=info.epoch, secret=info.secret, tenant="other", lane="l", seq=1)
+    forged = ids.request_id(WorkKind.TRAINING, epoch=info.epoch, secret=b"wrong", tenant="local", lane="l", seq=1)
     answers = [(rid, await face.retrieve(rid)) for rid in ("nonsense", foreign, forged)]
     bodies = {answer.text.replace(rid, "ID") for rid, answer in answers}
     assert {answer.status_code for _, answer in answers} == {404}
     assert len(bodies) == 1
 
 
-@pytest.mark.parametrize("work", list(Work))
+@pytest.mark.parametrize("work", list(WorkKind))
 async def test_an_id_of_an_emptied_store(face: Face, work):
     rid = ids.request_id(work, epoch="00000000", secret=b"gone", tenant="local", lane="l", seq=1)
     answer = await face.retrieve(rid)
-    if work is Work.SAMPLING:
+    if work is WorkKind.SAMPLING:
         assert answer.status_code == 410
     else:
         assert answer.status_code == 200
@@ -164,14 +164,14 @@ async def test_past_retention(face: Face):
     await face.retrieve(rid)
     assert (await face.retrieve(sample)).status_code == 200
     face.advance(face.lanes.limits.result_kept_ms + 1)
-    await face.lanes.sweep(stuck_ms=10**12)
+    await face.lanes.sweep(stuck_ms=10**12, orphan_ms=10**12)
     freed = (await face.retrieve(rid)).json()
     assert (freed["category"], "retention" in freed["error"]) == ("user", True)
     assert (await face.retrieve(sample)).status_code == 410
     for record in await face.services.catalog.sessions("local"):
         await face.ok(f"/sessions/{record.session_id}/finish", {})
     face.advance(face.lanes.limits.record_kept_ms + 1)
-    await face.lanes.sweep(stuck_ms=10**12)
+    await face.lanes.sweep(stuck_ms=10**12, orphan_ms=10**12)
     forgotten = (await face.retrieve(rid)).json()
     assert (forgotten["category"], "retention" in forgotten["error"]) == ("user", True)
     assert (await face.retrieve(sample)).status_code == 410
@@ -204,7 +204,7 @@ async def test_samples_of_a_session_that_has_ended_are_404(face: Face):
 
 async def test_an_unload_that_never_was_is_404(face: Face):
     model_id = await face.model()
-    rid = await face.services.request_id(Work.CONTROL, "local", model_id, "unload")
+    rid = await face.services.request_id(WorkKind.CONTROL, "local", model_id, "unload")
     assert (await face.retrieve(rid)).status_code == 404
 
 
@@ -244,5 +244,5 @@ async def test_cancel_reports_what_has_started_unchanged(face: Face):
 async def test_cancel_of_an_unknown_id_is_404(face: Face):
     assert (await face.post("/cancel_future", {"request_id": "nonsense"})).status_code == 404
     info = await face.store.open()
-    never = ids.request_id(Work.SAMPLING, epoch=info.epoch, secret=info.secret, tenant="local", lane="l", seq=1)
+    never = ids.request_id(WorkKind.SAMPLING, epoch=info.epoch, secret=info.secret, tenant="local", lane="l", seq=1)
     assert (await face.post("/cancel_future", {"request_id": never})).status_code == 404

@@ -178,7 +178,7 @@ async def test_a_refused_pass_is_a_failed_future_that_takes_its_turn(face: Face,
     before = await face.lanes.lane(model_id)
     refused = await send(face, body)
     after = await face.lanes.lane(model_id)
-    assert (after.pending, after.held_bytes) == (before.pending, before.held_bytes)
+    assert (after.num_pending, after.held_bytes) == (before.num_pending, before.held_bytes)
     failure = await failure_of(face, refused)
     assert failure["category"] == "user"
     assert names in failure["error"]
@@ -263,7 +263,7 @@ async def test_an_optim_step_has_the_defaults_of_the_wire(face: Face, params):
     await face.ok("/optim_step", {"model_id": model_id, "seq_id": 1} | params)
     await face.run(model_id, 0)
     ((_, command),) = await face.take(model_id, 1)
-    assert command == OptimStep(adam=AdamParams())
+    assert command == OptimStep(optimizer=AdamParams())
 
 
 @pytest.mark.parametrize(
@@ -332,7 +332,7 @@ async def test_a_large_pass_is_treated_as_a_small_one_off_the_loop(face: Face, m
         check_compute(*args)
 
     monkeypatch.setattr("tinsmith.gateway.tinker.training.check_compute", checked)
-    monkeypatch.setattr("tinsmith.gateway.tinker.submit.INLINE_TOKENS", inline_tokens)
+    monkeypatch.setattr("tinsmith.gateway.submission.INLINE_TOKENS", inline_tokens)
     model_id = await face.model()
     assert (await send(face, request(model_id, 1).SerializeToString())).status_code == 200
     assert threads == [on_loop]

@@ -1,7 +1,6 @@
 """retrieve_future, the long poll behind every promise, and cancel_future.
 
-A waiter is registered before the record is read, so no settle falls between; then the caller sleeps until its event or the end of the
-window. Nothing polls. What an id answers when its record is gone follows from the id alone: it tells the kind of work and the epoch.
+What an id answers when its record is gone follows from the id alone: it tells the kind of work and the epoch.
 """
 
 import asyncio
@@ -13,19 +12,20 @@ from tinsmith.gateway import bodies
 from tinsmith.gateway.auth import JSON, PROTOBUF
 from tinsmith.gateway.deps import Services, ServicesDep, TenantDep, unknown_request
 from tinsmith.gateway.errors import HOLD_S, error_response
-from tinsmith.gateway.tinker.training import unloaded_model
+from tinsmith.gateway.models import unloaded_model
+from tinsmith.gateway.waiting import queue_state, settled
 from tinsmith.protocol import wire
 from tinsmith.protocol.errors import Category, SessionEnded, StateContention
 from tinsmith.protocol.futures import FutureRecord, State
-from tinsmith.protocol.ids import RequestId, Work
+from tinsmith.protocol.ids import RequestId, WorkKind
 from tinsmith.protocol.training import Kind
 from tinsmith.protocol.wire_bounds import MIB
 from tinsmith.protocol.wire_json import Body
-from tinsmith.state.lanes import SETTLED
 
 METADATA_BYTES = MIB  # of a result, over which its size is told first, so that the client can reserve room
+LOOP_ENCODES_BYTES = 16 * 1024  # takes about 2 ms as JSON; a way through a thread takes as long where the loop is busy
 
-_PROTOBUF_KINDS = frozenset({Kind.FORWARD, Kind.FORWARD_BACKWARD, Kind.SAMPLE})
+_PROTOBUF_KINDS = frozenset({Kind.FORWARD, Kind.FORWARD_BACKWARD, Kind.EVALUATE, Kind.TRAIN_STEP, Kind.SAMPLE})
 
 router = APIRouter()
 
@@ -66,30 +66,18 @@ async def _retrieve(services: Services, tenant: str, body: RetrieveBody, accept:
     rid, is_current = await services.parse_request_id(body.request_id, tenant)
     if not is_current:
         return _lost(rid)
-    if rid.work is Work.CONTROL:
+    if rid.work is WorkKind.CONTROL:
         return await _control(services, tenant, rid)
-    record = await _settled(services, tenant, rid)
+    record = await settled(services, tenant, rid.text, services.config.execution.long_poll_s)
     if record is None:
         return await _without_record(services, rid)
-    if rid.work is Work.SAMPLING and await _has_ended(services, record):
+    if rid.work is WorkKind.SAMPLING and await _has_ended(services, record):
         raise unknown_request(rid.text)
     if not record.state.is_terminal:
         return await _pending(services, record)
     if record.state is State.COMPLETED:
         return await _completed(services, record, body, accept)
     return _failed(record)
-
-
-async def _settled(services: Services, tenant: str, rid: RequestId) -> FutureRecord | None:
-    """The record, as soon as it is terminal, the window ends or this gateway does."""
-    with services.events.register(SETTLED, rid.text) as waiter, services.polls.hold(waiter):
-        record = await services.lanes.look(tenant, rid.text)
-        deadline = asyncio.get_running_loop().time() + services.config.execution.long_poll_s
-        while record is not None and not record.state.is_terminal and not services.polls.are_ending:
-            if not await waiter.wait(deadline - asyncio.get_running_loop().time()):
-                return record
-            record = await services.lanes.look(tenant, rid.text)
-        return record
 
 
 async def _control(services: Services, tenant: str, rid: RequestId) -> Response:
@@ -115,15 +103,14 @@ async def _encoded(kind: Kind, result: bytes, accept: str) -> Response:
     if PROTOBUF in accept:
         return Response(result, media_type=PROTOBUF)
     to_json = wire.sample_output_json if kind is Kind.SAMPLE else wire.compute_output_json
-    return Response(await asyncio.to_thread(to_json, result), media_type=JSON)
+    text = await bodies.off_loop(lambda: to_json(result), is_large=len(result) > LOOP_ENCODES_BYTES)
+    return Response(text, media_type=JSON)
 
 
 async def _pending(services: Services, record: FutureRecord) -> Response:
-    queue_state: dict[str, str] = {"queue_state": "active"}
-    lane = None if record.kind is Kind.SAMPLE else await services.lanes.lane(record.lane)
-    if lane is not None and lane.is_open and lane.owner is None:
-        queue_state = {"queue_state": "paused_capacity", "queue_state_reason": "the model waits for a trainer with a free slot"}
-    return JSONResponse({"type": "try_again", "request_id": record.rid, **queue_state}, status_code=408)
+    state, reason = await queue_state(services, record)
+    why = {} if reason is None else {"queue_state_reason": reason}
+    return JSONResponse({"type": "try_again", "request_id": record.rid, "queue_state": state.value, **why}, status_code=408)
 
 
 async def _without_record(services: Services, rid: RequestId) -> Response:
@@ -131,7 +118,7 @@ async def _without_record(services: Services, rid: RequestId) -> Response:
     info = await services.identity.refreshed()
     if info.epoch != rid.epoch:
         return _lost(rid)
-    if rid.work is Work.SAMPLING:
+    if rid.work is WorkKind.SAMPLING:
         return _gone("the result is no longer kept; sample again")
     return _failure("the result is no longer kept: its retention has passed", Category.USER)
 
@@ -151,7 +138,7 @@ async def _has_ended(services: Services, record: FutureRecord) -> bool:
 
 def _lost(rid: RequestId) -> Response:
     """An id of another epoch: nothing of it exists."""
-    if rid.work is Work.SAMPLING:
+    if rid.work is WorkKind.SAMPLING:
         return _gone("the request was lost by a restart; sample again")
     return _failure("the request was lost by a restart; load the last checkpoint", Category.SERVER)
 

@@ -6,16 +6,15 @@ from pydantic import Field, ValidationError
 from tinsmith.gateway import bodies
 from tinsmith.gateway.deps import Services, ServicesDep, TenantDep
 from tinsmith.gateway.preflight import check_sample
-from tinsmith.gateway.tinker.submit import derived_seed, submit_sample
-from tinsmith.protocol import ids, wire_json
-from tinsmith.protocol.errors import InvalidRequest, RequestRejected, ValidationFailed
-from tinsmith.protocol.ids import Work
-from tinsmith.protocol.sampling import MAX_NUM_SAMPLES, MAX_STOPS, MAX_TOP_K, Sample, SamplingParams
-from tinsmith.protocol.sessions import CheckpointRecord, SamplerRecord
+from tinsmith.gateway.samplers import open_sampler
+from tinsmith.gateway.submission import derived_seed, submit_sample
+from tinsmith.protocol import wire_json
+from tinsmith.protocol.errors import InvalidRequest, ValidationFailed
+from tinsmith.protocol.ids import WorkKind
+from tinsmith.protocol.sampling import MAX_NUM_SAMPLES, MAX_STOP_CHARACTERS, MAX_STOPS, MAX_TOP_K, Sample, SamplingParams
+from tinsmith.protocol.sessions import CheckpointRecord
 from tinsmith.protocol.wire_bounds import MAX_SAMPLE_SEQ
 from tinsmith.protocol.wire_json import Body, Count, ModelInputBody
-
-MAX_STOP_CHARACTERS = 256  # of one stop string
 
 router = APIRouter()
 
@@ -98,19 +97,9 @@ async def create_sampling_session(request: Request, services: ServicesDep, tenan
     base_model = checkpoint.base_model if checkpoint is not None else body.base_model
     if base_model is None:
         raise InvalidRequest("base_model, model_path: send one of them")
-    record = SamplerRecord(
-        tenant=tenant,
-        session_id=body.session_id,
-        sampler_id=ids.sampling_session_id(body.session_id, body.sampling_session_seq_id),
-        base_model=services.base_model(base_model).name,
-        model_path=body.model_path,
-        artifact=None if checkpoint is None else checkpoint.artifact,
-        created_ms=await services.store.now_ms(),
+    record = await open_sampler(
+        services, tenant, body.session_id, body.sampling_session_seq_id, base_model, checkpoint, field="sampling_session_seq_id"
     )
-    await services.catalog.add_sampler(record)
-    held = await services.catalog.sampler(tenant, record.sampler_id)
-    if (held.base_model, held.model_path) != (record.base_model, record.model_path):
-        raise RequestRejected(f"sampling_session_seq_id: {body.sampling_session_seq_id} was used for another sampler; count on")
     return {"sampling_session_id": record.sampler_id, "type": "create_sampling_session"}
 
 
@@ -126,7 +115,7 @@ async def asample(request: Request, services: ServicesDep, tenant: TenantDep) ->
     body = await bodies.read(request, SampleBody)
     sampler = await services.catalog.sampler(tenant, body.sampling_session_id)
     await services.catalog.live_session(tenant, sampler.session_id)
-    rid = await services.request_id(Work.SAMPLING, tenant, sampler.sampler_id, body.seq_id)
+    rid = await services.request_id(WorkKind.SAMPLING, tenant, sampler.sampler_id, body.seq_id)
     sample = body.decode(rid, sampler.artifact)
     base = services.base_model(sampler.base_model)
     check_sample(sample, base)
@@ -138,9 +127,9 @@ async def _checkpoint(services: Services, tenant: str, body: SamplingSessionBody
     if body.model_path is None:
         return None
     try:
-        checkpoint = await services.checkpoint(tenant, body.model_path)
+        checkpoint = await services.checkpoint(tenant, body.model_path, field="model_path")
     except ValidationFailed as error:
-        raise InvalidRequest(f"model_{error.message}") from error
+        raise InvalidRequest(error.message) from error
     if body.base_model not in (None, checkpoint.base_model):
         raise InvalidRequest(f"base_model: the checkpoint belongs to {checkpoint.base_model}; leave base_model out")
     return checkpoint
@@ -155,5 +144,5 @@ def _stops(stop: str | list[str] | list[int] | None) -> tuple[str, ...] | tuple[
         raise ValidationFailed(f"sampling_params.stop: {len(stop)} entries, the bound is {MAX_STOPS}; send fewer")
     texts = tuple(entry for entry in stop if isinstance(entry, str))
     if any(not 1 <= len(text) <= MAX_STOP_CHARACTERS for text in texts):
-        raise ValidationFailed(f"sampling_params.stop: a string must have 1 to {MAX_STOP_CHARACTERS} characters")
+        raise ValidationFailed(f"sampling_params.stop: a string must have 1 to {MAX_STOP_CHARACTERS} characters; leave others out")
     return texts if texts else tuple(entry for entry in stop if isinstance(entry, int))

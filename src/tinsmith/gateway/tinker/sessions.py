@@ -10,13 +10,10 @@ from tinsmith.gateway.deps import ServicesDep, TenantDep
 from tinsmith.gateway.metadata import checked_metadata, checked_text
 from tinsmith.lifecycle.sessions import end_session
 from tinsmith.protocol.errors import ValidationFailed
-from tinsmith.protocol.sessions import SessionRecord
+from tinsmith.protocol.sessions import MAX_TAGS, SessionRecord
 from tinsmith.protocol.wire_json import Body
 
-MAX_TAGS = 64
-
 router = APIRouter()
-health = APIRouter()
 
 # Absent flags take the SDK's defaults; these are stated since the server relies on them.
 CLIENT_CONFIG: dict[str, bool | int] = {
@@ -51,7 +48,6 @@ class FinishBody(Body):
     reason: FinishReason = FinishReason()
 
 
-@health.get("/healthz")
 @router.get("/healthz")
 async def healthz() -> dict[str, str]:
     return {"status": "ok"}
@@ -110,7 +106,7 @@ async def finish(session_id: str, request: Request, services: ServicesDep, tenan
     """Idempotent; the first reason stays."""
     body = await bodies.read(request, FinishBody)
     if body.reason.type not in ("success", "errored", "interrupted"):
-        raise ValidationFailed(f"reason.type: {body.reason.type[:40]!r} is not one of success, errored, interrupted")
+        raise ValidationFailed(f"reason.type: {body.reason.type[:40]!r} is no reason; send success, errored or interrupted")
     await end_session(services.catalog, services.lanes, tenant, session_id, reason=body.reason.type, now_ms=await services.store.now_ms())
     return {}
 

@@ -6,21 +6,20 @@ from pydantic import ValidationError
 from tinsmith.gateway import bodies
 from tinsmith.gateway.auth import PROTOBUF, content_type
 from tinsmith.gateway.bodies import Received
-from tinsmith.gateway.deps import Services, ServicesDep, TenantDep
+from tinsmith.gateway.checkpoints import optimizer_type
+from tinsmith.gateway.deps import ServicesDep, TenantDep
 from tinsmith.gateway.metadata import checked_metadata
+from tinsmith.gateway.models import unload, unload_id
 from tinsmith.gateway.preflight import check_compute
-from tinsmith.gateway.tinker.submit import derived_seed, is_long, new_model_id, submit_creation, submit_turn
-from tinsmith.lifecycle.sessions import close_model
+from tinsmith.gateway.submission import derived_seed, is_long, new_model_id
+from tinsmith.gateway.tinker.submit import submit_creation, submit_turn
 from tinsmith.protocol import wire, wire_json
-from tinsmith.protocol.errors import Category, EndpointUnavailable, InvalidRequest, ReasonCode, TinsmithError, ValidationFailed
-from tinsmith.protocol.futures import Failure
-from tinsmith.protocol.ids import Work
+from tinsmith.protocol.errors import EndpointUnavailable, InvalidRequest, TinsmithError, ValidationFailed
+from tinsmith.protocol.losses import LOSSES
 from tinsmith.protocol.sessions import ModelRecord
 from tinsmith.protocol.training import AdamParams, Compute, CreateModel, Kind, LoraConfig, OptimStep
 from tinsmith.protocol.wire_bounds import Head, read_head
 from tinsmith.protocol.wire_json import Body, Count, ForwardBackwardBody
-
-UNLOAD = "unload"  # in the place of a seq in the request id of an unload
 
 router = APIRouter()
 
@@ -88,7 +87,7 @@ class OptimStepBody(Body):
         """Raises ValidationFailed."""
         self.optimizer_params.check("optimizer_params.type")
         try:
-            return OptimStep(adam=AdamParams.model_validate(self.adam_params.model_dump()))
+            return OptimStep(optimizer=AdamParams.model_validate(self.adam_params.model_dump()))
         except ValidationError as error:
             raise ValidationFailed(f"adam_params.{wire_json.describe(error)}") from error
 
@@ -124,7 +123,7 @@ async def get_info(request: Request, services: ServicesDep, tenant: TenantDep) -
         "model_name": model.base_model,
         "is_lora": True,
         "lora_rank": model.lora.rank,
-        "optimizer_config": {"type": "adamw"},
+        "optimizer_config": {"type": optimizer_type(model.optimizer)},
     }
 
 
@@ -137,6 +136,7 @@ async def forward_backward(request: Request, services: ServicesDep, tenant: Tena
     async def build(model: ModelRecord) -> Compute:
         if isinstance(decoded, TinsmithError):
             raise decoded
+        _check_is_offered(decoded)
         command, base = decoded, services.base_model(model.base_model)
         await bodies.off_loop(lambda: check_compute(command, base), is_large=is_long(command))
         return command
@@ -151,8 +151,11 @@ async def forward_backward(request: Request, services: ServicesDep, tenant: Tena
 async def optim_step(request: Request, services: ServicesDep, tenant: TenantDep) -> dict[str, object]:
     tree = await bodies.read_tree(request)
 
-    async def build(_: ModelRecord) -> OptimStep:
-        return wire_json.validate(OptimStepBody, tree).decode()
+    async def build(model: ModelRecord) -> OptimStep:
+        step = wire_json.validate(OptimStepBody, tree).decode()
+        if optimizer_type(model.optimizer) != step.optimizer.type:
+            raise ValidationFailed(f"adam_params: the model uses {optimizer_type(model.optimizer)}; send its steps to /native/v1")
+        return step
 
     return await submit_turn(services, tenant, wire_json.json_head(tree), Kind.OPTIM_STEP, build)
 
@@ -161,26 +164,21 @@ async def optim_step(request: Request, services: ServicesDep, tenant: TenantDep)
 async def unload_model(request: Request, services: ServicesDep, tenant: TenantDep) -> dict[str, object]:
     """Closes the model at once; pending requests of it fail. Idempotent."""
     body = await bodies.read(request, ModelBody)
-    model = await services.catalog.model(tenant, body.model_id)
-    failure = Failure(
-        reason=ReasonCode.SESSION_ENDED, message=f"model {model.model_id} was unloaded; create a new one", category=Category.USER
-    )
-    await close_model(services.lanes, model, failure, now_ms=await services.store.now_ms())
-    return {"request_id": await services.request_id(Work.CONTROL, tenant, model.model_id, UNLOAD), "model_id": model.model_id}
-
-
-async def unloaded_model(services: Services, tenant: str, rid: str) -> str | None:
-    """The model whose unload has this request id. The id is derived, so no record need be kept."""
-    for model in await services.catalog.models(tenant):
-        if model.ended_ms is not None and await services.request_id(Work.CONTROL, tenant, model.model_id, UNLOAD) == rid:
-            return model.model_id
-    return None
+    model = await unload(services, tenant, body.model_id)
+    return {"request_id": await unload_id(services, tenant, model.model_id), "model_id": model.model_id}
 
 
 @router.post("/create_custom_loss")
 async def create_custom_loss(request: Request) -> dict[str, object]:
     await bodies.receive(request)
     raise EndpointUnavailable("custom losses run in the client here; use forward_backward_custom with the client-side path")
+
+
+def _check_is_offered(command: Compute) -> None:
+    """Raises ValidationFailed for a loss that this wire has no place for."""
+    offered = sorted(name for name, spec in LOSSES.items() if not spec.is_native)
+    if command.loss_fn not in offered:
+        raise ValidationFailed(f"loss_fn: {command.loss_fn[:100]!r} is not implemented; use one of {', '.join(offered)}")
 
 
 async def _read_pass(request: Request) -> tuple[Head, Compute | TinsmithError]:

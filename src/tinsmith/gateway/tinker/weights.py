@@ -3,18 +3,17 @@
 from fastapi import APIRouter, Request
 
 from tinsmith.gateway import bodies
+from tinsmith.gateway.checkpoints import check_fits, optimizer_type, training_checkpoint
 from tinsmith.gateway.deps import Services, ServicesDep, TenantDep
 from tinsmith.gateway.metadata import checked_metadata
-from tinsmith.gateway.tinker.submit import new_model_id, submit_creation, submit_turn
+from tinsmith.gateway.submission import new_model_id
+from tinsmith.gateway.tinker.submit import submit_creation, submit_turn
 from tinsmith.gateway.tinker.training import OptimizerBody
 from tinsmith.protocol import ids, wire_json
 from tinsmith.protocol.errors import EndpointUnavailable, ValidationFailed
-from tinsmith.protocol.sessions import CheckpointKind, CheckpointRecord, ModelRecord
+from tinsmith.protocol.sessions import MAX_TTL_S, MIN_TTL_S, CheckpointRecord, ModelRecord
 from tinsmith.protocol.training import Kind, LoadWeights, LoraConfig, SaveWeights, SaveWeightsForSampler
 from tinsmith.protocol.wire_json import Body, Count
-
-MIN_TTL_S = 3600
-MAX_TTL_S = 10 * 365 * 24 * 3600
 
 router = APIRouter()
 
@@ -27,7 +26,7 @@ class SaveBody(Body):
 
     def checked_ttl(self) -> int | None:
         if self.ttl_seconds is not None and not MIN_TTL_S <= self.ttl_seconds <= MAX_TTL_S:
-            raise ValidationFailed(f"ttl_seconds: {self.ttl_seconds} is outside {MIN_TTL_S} (1 hour) to {MAX_TTL_S} (10 years)")
+            raise ValidationFailed(f"ttl_seconds: {self.ttl_seconds} is out of bounds; send {MIN_TTL_S} (1 hour) to {MAX_TTL_S} (10 years)")
         return self.ttl_seconds
 
     def decode(self) -> SaveWeights:
@@ -125,7 +124,9 @@ async def load_weights(request: Request, services: ServicesDep, tenant: TenantDe
 
     async def build(model: ModelRecord) -> LoadWeights:
         body = wire_json.validate(LoadBody, tree)
-        return _load(body, _fitting(await _loadable(services, tenant, body), model), lora=None)
+        checkpoint = await _loadable(services, tenant, body)
+        check_fits(checkpoint, model, with_optimizer=body.optimizer, field="path")
+        return _load(body, checkpoint, lora=None)
 
     return await submit_turn(services, tenant, head, Kind.LOAD_WEIGHTS, build)
 
@@ -133,7 +134,7 @@ async def load_weights(request: Request, services: ServicesDep, tenant: TenantDe
 @router.post("/weights_info")
 async def weights_info(request: Request, services: ServicesDep, tenant: TenantDep) -> dict[str, object]:
     body = await bodies.read(request, WeightsInfoBody)
-    checkpoint = await services.checkpoint(tenant, body.tinker_path)
+    checkpoint = await services.checkpoint(tenant, body.tinker_path, field="tinker_path")
     return {
         "base_model": checkpoint.base_model,
         "is_lora": True,
@@ -141,7 +142,7 @@ async def weights_info(request: Request, services: ServicesDep, tenant: TenantDe
         "train_unembed": checkpoint.lora.train_unembed,
         "train_mlp": checkpoint.lora.train_mlp,
         "train_attn": checkpoint.lora.train_attn,
-        "optimizer_config": {"type": "adamw"},
+        "optimizer_config": {"type": optimizer_type(checkpoint.optimizer)},
     }
 
 
@@ -154,6 +155,8 @@ async def _load_into_new(services: Services, tenant: str, body: NewModelBody) ->
         model_id=model_id,
         base_model=services.base_model(checkpoint.base_model).name,
         lora=checkpoint.lora,
+        optimizer=checkpoint.optimizer if body.optimizer else None,
+        schedule=checkpoint.schedule if body.optimizer else None,
         created_ms=await services.store.now_ms(),
         user_metadata=checked_metadata(body.user_metadata),
     )
@@ -161,29 +164,8 @@ async def _load_into_new(services: Services, tenant: str, body: NewModelBody) ->
 
 
 async def _loadable(services: Services, tenant: str, body: LoadBody) -> CheckpointRecord:
-    """The checkpoint, looked up once: the command names its artifact, so a later overwrite of the name changes nothing."""
     body.optimizer_config.check("optimizer_config.type")
-    checkpoint = await services.checkpoint(tenant, body.path)
-    if checkpoint.kind is not CheckpointKind.TRAINING:
-        raise ValidationFailed("path: a sampler checkpoint cannot be trained on; load one that save_weights made")
-    if body.base_model not in (None, checkpoint.base_model):
-        raise ValidationFailed(f"base_model: the checkpoint belongs to {checkpoint.base_model}; leave base_model out")
-    return checkpoint
-
-
-def _fitting(checkpoint: CheckpointRecord, model: ModelRecord) -> CheckpointRecord:
-    if checkpoint.base_model != model.base_model:
-        raise ValidationFailed(f"path: the checkpoint belongs to {checkpoint.base_model}, the model to {model.base_model}")
-    if _shape(checkpoint.lora) != _shape(model.lora):
-        raise ValidationFailed(
-            f"path: the checkpoint has LoRA {_shape(checkpoint.lora)}, the model {_shape(model.lora)}; load it into a model of its own"
-        )
-    return checkpoint
-
-
-def _shape(lora: LoraConfig) -> str:
-    """All that decides which tensors an adapter has; the seed does not."""
-    return lora.model_dump_json(exclude={"seed"})
+    return await training_checkpoint(services, tenant, body.path, base_model=body.base_model, field="path")
 
 
 def _load(body: LoadBody, checkpoint: CheckpointRecord, *, lora: LoraConfig | None) -> LoadWeights:

@@ -1,0 +1,27 @@
+"""Sampling sessions: a base model, or one with the adapter of a checkpoint, under a number of their session. The same on each face."""
+
+from tinsmith.gateway.deps import Services
+from tinsmith.protocol import ids
+from tinsmith.protocol.errors import RequestRejected
+from tinsmith.protocol.sessions import CheckpointRecord, SamplerRecord
+
+
+async def open_sampler(
+    services: Services, tenant: str, session_id: str, number: int, base_model: str, checkpoint: CheckpointRecord | None, *, field: str
+) -> SamplerRecord:
+    """Idempotent by the number, which the face calls `field`. Cheap: a sampler loads the adapter with the first sample. Raises NotFound
+    for a base model that is not served, RequestRejected for a number that was used for another sampler."""
+    record = SamplerRecord(
+        tenant=tenant,
+        session_id=session_id,
+        sampler_id=ids.sampling_session_id(session_id, number),
+        base_model=services.base_model(base_model).name,
+        model_path=None if checkpoint is None else checkpoint.path,
+        artifact=None if checkpoint is None else checkpoint.artifact,
+        created_ms=await services.store.now_ms(),
+    )
+    await services.catalog.add_sampler(record)
+    held = await services.catalog.sampler(tenant, record.sampler_id)
+    if (held.base_model, held.model_path) != (record.base_model, record.model_path):
+        raise RequestRejected(f"{field}: {number} was used for another sampler; count on")
+    return held
