@@ -141,6 +141,10 @@ class SamplerConfig(Section):
     ] = "hf"
     replicas: Annotated[int, Field(ge=1, description="sampler processes; each holds the base model once")] = 1
     max_rows: Annotated[int, Field(ge=1, description="sequences that decode at once in one replica")] = 32
+    logprobs: Annotated[
+        Literal["tempered", "raw"],
+        Field(description="log-probs of sampled tokens: of the distribution that they were drawn from, or of the model at temperature 1"),
+    ] = "tempered"
     max_adapters: Annotated[int, Field(ge=1, description="adapters resident in one replica")] = 32
     num_gpus: Annotated[float, AfterValidator(_checked_gpus), Field(ge=0, description="GPUs a replica; 0 is CPU")] = 0
 
@@ -206,6 +210,15 @@ class ExecutionConfig(Section):
 
     timeout_s: Annotated[float, Field(gt=0, le=_LONGEST_S, description="bound of one engine call, in s")] = 1800.0
     queue_timeout_s: Annotated[float, Field(ge=_SHORTEST_S, le=_LONGEST_S, description="bound of a lane that does not move, in s")] = 1800.0
+    orphan_s: Annotated[
+        float,
+        Field(
+            ge=_SHORTEST_S, le=_LONGEST_S, description="work of a base model fails after this time without any replica of its role, in s"
+        ),
+    ] = 600.0
+    inline_wait_s: Annotated[
+        float, Field(ge=0, le=40, description="how long a native submit waits for its own result, in s; below long_poll_s")
+    ] = 0.05
     long_poll_s: Annotated[float, Field(ge=1, le=40, description="window of a long poll, in s")] = 30.0
     lease_s: Annotated[
         float, Field(ge=_SHORTEST_S, le=_LONGEST_S, description="lease of a replica, in s; renewed three times within it")
@@ -218,6 +231,14 @@ class ExecutionConfig(Section):
     ] = 300.0
     threads: Annotated[int, Field(ge=1, description="intra-op threads of a worker; 1 keeps fp32 results bit-equal")] = 1
 
+    @model_validator(mode="after")
+    def _is_sound(self) -> Self:
+        _refuse(
+            self.inline_wait_s >= self.long_poll_s
+            and f"inline_wait_s {self.inline_wait_s:g} is not below long_poll_s {self.long_poll_s:g}; lower it"
+        )
+        return self
+
 
 class LimitConfig(Section):
     """Budgets of a tenant."""
@@ -225,6 +246,8 @@ class LimitConfig(Section):
     max_pending: Annotated[int, Field(ge=1, description="pending commands a lane")] = 20_000
     max_tenant_bytes: Annotated[int, Field(ge=1, description="bytes of bodies and results a tenant")] = 1024 * 1024 * 1024
     max_models: Annotated[int, Field(ge=1, description="live models a tenant")] = 64
+    requests_per_s: Annotated[float, Field(ge=0, description="queued requests a second of a tenant; 0: no limit")] = 0.0
+    tokens_per_s: Annotated[float, Field(ge=0, description="tokens of queued requests a second of a tenant; 0: no limit")] = 0.0
 
 
 class GatewayConfig(Section):
@@ -263,6 +286,20 @@ class LogConfig(Section):
     level: Annotated[Literal["DEBUG", "INFO", "WARNING", "ERROR"], Field(description="lowest level written")] = "INFO"
 
 
+class TelemetryConfig(Section):
+    """Metrics and traces. Neither holds content of requests, nor keys."""
+
+    metrics: Annotated[bool, Field(description="serve Prometheus metrics at /metrics")] = True
+    otlp_endpoint: Annotated[
+        str | None,
+        Field(
+            min_length=1,
+            pattern=r"^https?://",
+            description="send OpenTelemetry traces to this OTLP/HTTP collector; needs tinsmith[tracing]",
+        ),
+    ] = None
+
+
 class RayConfig(Section):
     """The Ray cluster."""
 
@@ -285,6 +322,7 @@ class ServerConfig(Section):
     limits: LimitConfig = LimitConfig()
     ray: RayConfig = RayConfig()
     logs: LogConfig = LogConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
 
     def model(self, name: str) -> ModelConfig:
         """Raises KeyError for a name that is not configured."""
@@ -345,6 +383,11 @@ def validate(tree: Mapping[str, object]) -> ServerConfig:
 def cache_dir() -> Path:
     """Where converted models lie: $TINSMITH_CACHE, else ~/.cache/tinsmith."""
     return Path(os.environ.get("TINSMITH_CACHE", "~/.cache/tinsmith")).expanduser()
+
+
+def operator_key() -> str | None:
+    """The API key of commands that ask a server: $TINSMITH_API_KEY."""
+    return os.environ.get("TINSMITH_API_KEY")
 
 
 def inherited_environment() -> dict[str, str]:

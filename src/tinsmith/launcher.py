@@ -8,6 +8,7 @@ the workers' lines included, goes to standard error. Exit codes: see `cli`.
 import argparse
 import logging
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -17,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
 from pathlib import Path
 from socket import socket
+from tempfile import mkdtemp
 from types import FrameType
 
 import ray
@@ -88,6 +90,7 @@ class Server:
         self._state: ActorHandle | None = None
         self._state_lives: ray.ObjectRef | None = None
         self._tending: list[RunTarget] = []
+        self._metrics_dir: str | None = None
 
     def start(self) -> str:
         """Answers the URL once it serves. Raises ConfigError, PortUnavailable, ClusterError, StartFailed."""
@@ -120,6 +123,8 @@ class Server:
         is_clean = close_cluster(self._cluster, application_names(self._config))
         if self._reservation is not None:
             self._reservation.close()
+        if self._metrics_dir is not None:
+            shutil.rmtree(self._metrics_dir, ignore_errors=True)
         return is_clean
 
     def _start(self) -> str:
@@ -165,7 +170,9 @@ class Server:
     def _deploy(self, models: Mapping[str, ServedModel]) -> int:
         """Start gateways and workers at once and wait for the last; answers the port that they serve."""
         port = self._config.gateway.port if self._reservation is None else port_of(self._reservation)
-        targets = applications_of(Blueprint(self._config, models, self._state), port)
+        if self._config.telemetry.metrics:
+            self._metrics_dir = mkdtemp(prefix="tinsmith-metrics-")
+        targets = applications_of(Blueprint(self._config, models, self._state, self._metrics_dir), port)
         self._tending = [target for target in targets if target.name == JANITOR]
         self._run([target for target in targets if target.name != JANITOR])
         return port

@@ -45,7 +45,7 @@ def applications_of(blueprint: Blueprint, port: int) -> list[RunTarget]:
 def _gateway_target(blueprint: Blueprint, port: int) -> Application:
     replicas = blueprint.config.gateway.replicas
     if blueprint.config.gateway.ingress == "serve":
-        return _deployed("gateway", serve.ingress()(Gateway), blueprint, replicas=replicas)
+        return _deployed("gateway", serve.ingress()(_stopping(Gateway)), blueprint, replicas=replicas)
     return _deployed("gateway", DirectGateway, blueprint, port, replicas=replicas)
 
 
@@ -73,6 +73,7 @@ def _deployed(
 
 
 def _stopping(kind: type) -> type:
-    """Serve awaits a method `__del__` as it stops a replica. Only there does the name mean that: elsewhere Python would call it."""
-    stop = getattr(kind, "stop", None)
+    """Serve awaits a method `__del__` as it stops a replica. Only there does the name mean that: elsewhere Python would call it. What
+    Serve puts around an app has one, which calls that of the class inside."""
+    stop = None if hasattr(kind, "__del__") else getattr(kind, "stop", None)
     return kind if stop is None else type(kind.__name__, (kind,), {"__del__": stop})

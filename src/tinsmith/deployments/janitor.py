@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from tinsmith.deployments.wiring import Blueprint, configure_logging, connect
 from tinsmith.lifecycle.artifacts import ArtifactSweep, min_age_s
 from tinsmith.lifecycle.checkpoints import Checkpoints
+from tinsmith.lifecycle.retention import CatalogSweep
 from tinsmith.lifecycle.sessions import SessionSweep
 from tinsmith.protocol.errors import StateContention, TinsmithError
 
@@ -43,12 +44,15 @@ class Janitor:
             holder=holder,
             timeout_ms=round(execution.session_timeout_s * 1000),
             stuck_ms=round(execution.queue_timeout_s * 1000),
+            orphan_ms=round(execution.orphan_s * 1000),
             lease_ms=LEASE_MS,
         )
+        checkpoints = Checkpoints(blueprint.config.checkpoints.dir)
+        self._catalog = CatalogSweep(connection.store, checkpoints, holder=holder, lease_ms=LEASE_MS)
         self._artifacts = ArtifactSweep(
             connection.store,
             connection.lanes,
-            Checkpoints(blueprint.config.checkpoints.dir),
+            checkpoints,
             holder=holder,
             lease_ms=LEASE_MS,
             min_age_s=min_age_s(execution.timeout_s, blueprint.config.checkpoints.snapshot_engine_s),
@@ -56,6 +60,9 @@ class Janitor:
         self._sweeping: tuple[asyncio.Task[None], ...] = ()
 
     async def reconfigure(self, _: Mapping[str, object]) -> None:
+        """Begin to sweep, once."""
+        if self._sweeping:
+            return
         # Two tasks: a slow disk holds up no session's end.
         self._sweeping = (asyncio.create_task(self._run()), asyncio.create_task(self._run_artifacts()))
 
@@ -88,8 +95,11 @@ class Janitor:
             await asyncio.sleep(ARTIFACT_PASS_S)
             try:
                 num_gone = await self._artifacts.run()
+                num_forgotten = await self._catalog.run()
             except (TinsmithError, OSError) as error:
-                _log.warning("no artifacts were swept: %s", error)
+                _log.warning("no artifacts or old sessions were swept: %s", error)
             else:
                 if num_gone:
                     _log.info("deleted %d artifacts that nobody named any more", num_gone)
+                if num_forgotten:
+                    _log.info("forgot %d sessions that ended long ago", num_forgotten)

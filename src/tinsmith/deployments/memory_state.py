@@ -28,6 +28,7 @@ from tinsmith.state.lanes import (
     LeaseExpired,
     PoolEntry,
     PoolSubmission,
+    QueueInfo,
     Replica,
     Settlement,
     Submission,
@@ -101,6 +102,7 @@ class _Remote:
         try:
             answer = await self._actor.call.remote(self._part, operation, *arguments, **options)
         except RayActorError as error:
+            telemetry.count(telemetry.STORE_ERRORS)
             raise StateContention("the process that holds the memory store is gone, and the state with it; restart the server") from error
         if isinstance(answer, Refused):
             raise answer.error
@@ -142,6 +144,17 @@ class RemoteStore(_Remote):
 
     async def unlease(self, name: str, holder: str) -> None:
         await self._call("unlease", name, holder)
+
+    async def reserve(self, quota: str, holder: str, *, limit: int, ttl_ms: int) -> bool:
+        is_held: bool = await self._call("reserve", quota, holder, limit=limit, ttl_ms=ttl_ms)
+        return is_held
+
+    async def unreserve(self, quota: str, holder: str) -> None:
+        await self._call("unreserve", quota, holder)
+
+    async def spend(self, budget: str, amount: float, *, per_s: float, burst: float) -> int:
+        wait_ms: int = await self._call("spend", budget, amount, per_s=per_s, burst=burst)
+        return wait_ms
 
     async def close(self) -> None:
         """The handle is all that this process has; the data stay in the actor."""
@@ -187,8 +200,9 @@ class RemoteLanes(_Remote):
     async def release(self, lane: str, replica: str, token: int) -> None:
         await self._call("release", lane, replica, token)
 
-    async def close(self, tenant: str, lane: str, failure: Failure, writes: Sequence[Write] = ()) -> None:
-        await self._call("close", tenant, lane, failure, writes)
+    async def close(self, tenant: str, lane: str, failure: Failure, writes: Sequence[Write] = (), *, seen: LaneInfo | None = None) -> bool:
+        is_closed: bool = await self._call("close", tenant, lane, failure, writes, seen=seen)
+        return is_closed
 
     async def close_session(self, tenant: str, session: str, failure: Failure) -> None:
         await self._call("close_session", tenant, session, failure)
@@ -251,6 +265,13 @@ class RemoteLanes(_Remote):
             self._is_waiting = False
         return wake
 
-    async def sweep(self, *, stuck_ms: int) -> Swept:
-        swept: Swept = await self._call("sweep", stuck_ms=stuck_ms)
+    async def post(self, topic: str, messages: Sequence[str]) -> None:
+        await self._call("post", topic, messages)
+
+    async def queues(self, base: str) -> list[QueueInfo]:
+        infos: list[QueueInfo] = await self._call("queues", base)
+        return infos
+
+    async def sweep(self, *, stuck_ms: int, orphan_ms: int) -> Swept:
+        swept: Swept = await self._call("sweep", stuck_ms=stuck_ms, orphan_ms=orphan_ms)
         return swept

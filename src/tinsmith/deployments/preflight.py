@@ -4,7 +4,10 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
+
 from tinsmith.config import ConfigError, ServerConfig
+from tinsmith.deployments.observation import missing_packages
 from tinsmith.deployments.ports import PortUnavailable, reserve
 from tinsmith.lifecycle.checkpoints import Checkpoints
 from tinsmith.protocol.errors import StateContention
@@ -22,7 +25,7 @@ _MIN_SILENCE_S = 15.0
 
 def faults_of(config: ServerConfig) -> list[str]:
     """Lines, each with its remedy; none if the server can start here."""
-    probes: list[Callable[[ServerConfig], None]] = [_probe_port, _probe_checkpoints, _probe_sources, _probe_store]
+    probes: list[Callable[[ServerConfig], None]] = [_probe_port, _probe_checkpoints, _probe_sources, _probe_store, _probe_tracing]
     faults: list[str] = []
     for probe in probes:
         try:
@@ -47,7 +50,14 @@ def warnings_of(config: ServerConfig) -> list[str]:
     return warnings
 
 
+def machine_mib() -> float:
+    """Memory of this machine, in MiB."""
+    return psutil.virtual_memory().total / (1024 * 1024)
+
+
 def _probe_port(config: ServerConfig) -> None:
+    if config.gateway.ingress == "serve" and config.ray.address is not None:
+        return  # the proxies of that cluster may listen there already
     try:
         reserve(config.gateway.host, config.gateway.port).close()
     except PortUnavailable as error:
@@ -73,6 +83,12 @@ def _probe_sources(config: ServerConfig) -> None:
 def _probe_store(config: ServerConfig) -> None:
     if config.store.kind == "redis":
         asyncio.run(_probe_redis(config.store.url))
+
+
+def _probe_tracing(config: ServerConfig) -> None:
+    missing = missing_packages() if config.telemetry.otlp_endpoint is not None else []
+    if missing:
+        raise ConfigError([f"telemetry.otlp_endpoint: traces need {', '.join(missing)}; pip install 'tinsmith[tracing]', or leave it out"])
 
 
 async def _probe_redis(url: str) -> None:

@@ -6,11 +6,13 @@ unless the configured engine needs it.
 
 import asyncio
 import logging
+from functools import partial
 
 from tinsmith import telemetry
+from tinsmith.deployments.presence import Use, listen, new_replica, of_trainers
 from tinsmith.deployments.sampling_backend import SamplingBackend
 from tinsmith.deployments.wiring import Blueprint, connect
-from tinsmith.deployments.worker import Worker, WorkerReplica, engine_builders, listen, new_replica
+from tinsmith.deployments.worker import Worker, WorkerReplica, engine_builders
 from tinsmith.engines.base import Files, SamplingEngine
 from tinsmith.lifecycle.checkpoints import Checkpoints
 from tinsmith.protocol.sampling import Sample
@@ -19,7 +21,8 @@ from tinsmith.protocol.wire import decode_command, encode_sample_output
 from tinsmith.queue.gate import Gate
 from tinsmith.queue.pool import PoolExecutor
 from tinsmith.state.events import EventReader
-from tinsmith.state.lanes import work_topic
+from tinsmith.state.inbox import Message, SampleAbort
+from tinsmith.state.lanes import Role, inbox_topic, work_topic
 
 _log = logging.getLogger(__name__)
 
@@ -46,24 +49,26 @@ def _build_engine(blueprint: Blueprint, base: str) -> SamplingEngine:
 
 async def _start_worker(blueprint: Blueprint, base: str, engine: SamplingEngine) -> Worker:
     config = blueprint.config
-    connection, replica = connect(blueprint), new_replica(base)
+    connection, replica = connect(blueprint), new_replica(base, Role.SAMPLER)
     gate = Gate(bound_s=config.execution.timeout_s, exclusive=False, ping=engine.ping)
     checkpoints = Checkpoints(config.checkpoints.dir)
 
     async def read_artifact(artifact: str) -> Files:
         return await asyncio.to_thread(checkpoints.read, artifact)
 
-    backend = SamplingBackend(engine, gate, read_artifact, encode_sample_output)
+    backend = SamplingBackend(engine, gate, read_artifact, encode_sample_output, base=base)
     executor = PoolExecutor(connection.lanes, base, replica.id, backend, _decode, timeout_s=config.execution.timeout_s)
     work = work_topic(base)
-    events = EventReader(connection.lanes, [work], store=connection.store)
-    worker = Worker(connection, replica, gate, executor, events)
-    await worker.start(blueprint, _of_trainers, _of_trainers, [listen(events.subscribe(work), lambda _: executor.wake(), executor.wake)])
+    events = EventReader(connection.lanes, [work, inbox_topic(replica.id)], store=connection.store)
+    worker = Worker(connection, replica, gate, executor, events, lambda: Use(executor.num_held, engine.max_rows))
+    listening = [listen(events.subscribe(work), lambda _: executor.wake(), executor.wake)]
+    await worker.start(blueprint, of_trainers, of_trainers, listening, partial(_obey, executor))
     return worker
 
 
-def _of_trainers(*_: list[str]) -> None:
-    """Whose model lanes are is no business of a sampler."""
+def _obey(executor: PoolExecutor, message: Message) -> None:
+    if isinstance(message, SampleAbort):
+        executor.abort(message.rid)
 
 
 def _decode(body: bytes) -> Sample:

@@ -13,15 +13,18 @@ import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import ParamSpec, TypeVar
 
-from tinsmith.engines.base import Files, SamplingEngine, Ticket
+from tinsmith import telemetry
+from tinsmith.engines.base import Drawn, Files, SamplingEngine, Ticket
 from tinsmith.protocol.errors import ExecutionTimeout, GateUnavailable, StateContention, TinsmithError
 from tinsmith.protocol.futures import Outcome
 from tinsmith.protocol.sampling import SampleOutput
 from tinsmith.queue.gate import CallBackend
 from tinsmith.queue.pool import Finished, Work
+from tinsmith.state.inbox import StreamChunk
 
 QUEUE_AHEAD = 4  # sequences that wait inside the engine, so that a row which gets free is filled in the next step
 # After so many steps without one, a request is let in all the same: requests of many samples may fill every row for long.
@@ -42,6 +45,15 @@ class _NeedsAdapter:
     artifact: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Stepped:
+    """What a step came to. `num_sampled`: tokens of the requests that completed."""
+
+    answers: list[tuple[Ticket, bytes | TinsmithError]]
+    drawn: list[Drawn]
+    num_sampled: int
+
+
 class SamplingBackend:
     """A `PoolBackend`."""
 
@@ -51,23 +63,28 @@ class SamplingBackend:
         call_backend: CallBackend,
         read_artifact: Callable[[str], Awaitable[Files]],
         encode: Callable[[SampleOutput], bytes],
+        *,
+        base: str,
     ) -> None:
-        """`read_artifact` fetches the files of a sampler checkpoint (NotFound where it is gone)."""
+        """`read_artifact` fetches the files of a sampler checkpoint (NotFound where it is gone). `base`: the base model, for metrics."""
         self._engine = engine
         self._call_backend = call_backend
         self._read_artifact = read_artifact
         self._encode = encode
+        self._base = base
         self._max_rows = engine.max_rows
         self._wake: Callable[[], None] = lambda: None
         self._one_call = asyncio.Lock()
         self._in_call = threading.Lock()  # held by the thread, so it tells when a call has really ended
         self._is_hung = False
         self._numbers = count()
+        self._arriving: deque[Work] = deque()  # let in, and not yet looked at
         self._entering: dict[Ticket, Work] = {}  # their adapters are being fetched
         self._live: dict[Ticket, Work] = {}  # in the engine
         self._parked: deque[Work] = deque()  # admitted, but the engine cannot take them yet
         self._suspects: deque[Work] = deque()  # were in a step that raised; each is run again alone
         self._steps_since_entry = 0
+        self._chunks: list[StreamChunk] = []
         self._stale: set[Ticket] = set()  # to be cancelled in the engine before its next call
 
     @property
@@ -89,13 +106,14 @@ class SamplingBackend:
         return int(self._steps_since_entry >= PATIENCE_STEPS and len(sizes) < 2 * self._max_rows)
 
     def _held(self) -> list[Work]:
-        return [*self._live.values(), *self._entering.values(), *self._parked]
+        return [*self._live.values(), *self._entering.values(), *self._arriving, *self._parked]
 
     async def admit(self, works: Sequence[Work]) -> list[Finished]:
         self._steps_since_entry = 0
+        self._arriving.extend(works)
         finished: list[Finished] = []
-        for work in works:
-            finished += await self._enter(work)
+        while self._arriving:
+            finished += await self._enter(self._arriving.popleft())
         return finished
 
     async def step(self) -> list[Finished]:
@@ -103,16 +121,20 @@ class SamplingBackend:
         finished = await self._reenter()
         if not self._live:
             return finished
-        answers = await self._try(self._step_engine)
-        if isinstance(answers, TinsmithError):  # the bound, or a gate: nothing that one of the requests could be blamed for
-            return finished + self._fail_live(answers)
-        if isinstance(answers, Exception):
-            return finished + self._suspect_live(answers)
-        for ticket, answer in answers:
-            work = self._live.pop(ticket, None)
-            if work is not None:
-                finished.append((work.rid, _outcome(answer)))
-        return finished
+        has_watched = any(work.is_watched for work in self._live.values())
+        stepped = await self._try(self._step, has_watched)
+        if isinstance(stepped, TinsmithError):  # the bound, or a gate: nothing that one of the requests could be blamed for
+            return finished + self._fail_live(stepped)
+        if isinstance(stepped, Exception):
+            return finished + self._suspect_live(stepped)
+        ended = [(work, answer) for ticket, answer in stepped.answers if (work := self._live.pop(ticket, None)) is not None]
+        self._keep_chunks(stepped.drawn)
+        self._count([work for work, answer in ended if isinstance(answer, bytes)], stepped.num_sampled)
+        return finished + [(work.rid, _outcome(answer)) for work, answer in ended]
+
+    def take_chunks(self) -> list[StreamChunk]:
+        chunks, self._chunks = self._chunks, []
+        return chunks
 
     def cancel(self, rid: str) -> None:
         for ticket in [ticket for ticket, work in self._live.items() if work.rid == rid]:
@@ -120,7 +142,7 @@ class SamplingBackend:
             self._stale.add(ticket)
         for ticket in [ticket for ticket, work in self._entering.items() if work.rid == rid]:
             del self._entering[ticket]
-        for queue in (self._parked, self._suspects):
+        for queue in (self._arriving, self._parked, self._suspects):
             for work in [work for work in queue if work.rid == rid]:
                 queue.remove(work)
 
@@ -157,35 +179,52 @@ class SamplingBackend:
 
     async def _enter_engine(self, ticket: Ticket, work: Work) -> Exception | None:
         """Why the engine does not have the request now; None if it has it."""
-        missing = await self._try(self._add, ticket, work)
+        missing = await self._try(self._add_if_ready, ticket, work)
         if not isinstance(missing, _NeedsAdapter):
             return missing
         try:
             files = await self._read_artifact(missing.artifact)
         except (TinsmithError, OSError) as error:
             return error
-        return await self._try(self._load_and_add, ticket, work, missing.artifact, files)
+        return await self._load_and_add(ticket, work, missing.artifact, files)
+
+    async def _load_and_add(self, ticket: Ticket, work: Work, artifact: str, files: Files) -> Exception | None:
+        """In one turn, so that no other request's adapter takes the slot in between."""
+        async with self._one_call:
+            error = await self._call(self._engine.load_adapter, artifact, files)
+            if error is not None:
+                return _SlotsBusy(str(error)) if isinstance(error, StateContention) else error
+            return await self._call(self._add, ticket, work)
 
     async def _try(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T | Exception:
-        """One engine call. What it raises is an answer here: the callers decide whom it concerns."""
         async with self._one_call:
-            if self._is_hung:
-                return GateUnavailable("the engine is still in a call that outlived its bound")
-            try:
-                return await self._call_backend(self._exclusively, asyncio.get_running_loop(), call, *args, **kwargs)
-            except ExecutionTimeout as error:
-                self._is_hung = self._in_call.locked()
-                return error
-            except Exception as error:  # noqa: BLE001 - an engine may raise anything; it concerns the requests and not the loop
-                return error
+            return await self._call(call, *args, **kwargs)
 
-    def _exclusively(self, loop: asyncio.AbstractEventLoop, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    async def _call(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T | Exception:
+        """One engine call. What it raises is an answer here: the callers decide whom it concerns."""
+        if self._is_hung:
+            return GateUnavailable("the engine is still in a call that outlived its bound; send the request again")
+        exclusively = partial(self._exclusively, asyncio.get_running_loop())
+
+        def engine_call() -> T:
+            return exclusively(partial(call, *args, **kwargs))
+
+        engine_call.__name__ = getattr(call, "__name__", "").lstrip("_")  # bounds and metrics go by the name of a call
+        try:
+            return await self._call_backend(engine_call)
+        except ExecutionTimeout as error:
+            self._is_hung = self._in_call.locked()
+            return error
+        except Exception as error:  # noqa: BLE001 - an engine may raise anything; it concerns the requests and not the loop
+            return error
+
+    def _exclusively(self, loop: asyncio.AbstractEventLoop, call: Callable[[], T]) -> T:
         """In the engine's thread: note when the call really ends, and clean up first."""
         try:
             with self._in_call:
                 while self._stale:
                     self._engine.cancel(self._stale.pop())
-                return call(*args, **kwargs)
+                return call()
         finally:  # after the lock is free: whoever finds it taken will still hear of the end
             loop.call_soon_threadsafe(self._call_ended)
 
@@ -194,23 +233,41 @@ class SamplingBackend:
             self._is_hung = False
             self._wake()
 
-    def _add(self, ticket: Ticket, work: Work) -> _NeedsAdapter | None:
+    def _add_if_ready(self, ticket: Ticket, work: Work) -> _NeedsAdapter | None:
         artifact = work.sample.adapter
         if artifact is not None and not self._engine.has_adapter(artifact):
             return _NeedsAdapter(artifact)
-        self._engine.add(ticket, work.sample)
+        self._add(ticket, work)
         return None
 
-    def _load_and_add(self, ticket: Ticket, work: Work, artifact: str, files: Files) -> None:
-        try:
-            self._engine.load_adapter(artifact, files)
-        except StateContention as error:
-            raise _SlotsBusy(str(error)) from error
+    def _add(self, ticket: Ticket, work: Work) -> None:
         self._engine.add(ticket, work.sample)
+        if work.is_watched:
+            self._engine.watch(ticket)
 
-    def _step_engine(self) -> list[tuple[Ticket, bytes | TinsmithError]]:
+    def _step(self, has_watched: bool) -> _Stepped:
         answers = self._engine.step()
-        return [(ticket, self._encode(answer) if isinstance(answer, SampleOutput) else answer) for ticket, answer in answers]
+        drawn = self._engine.drawn() if has_watched else []
+        outputs = [answer for _, answer in answers if isinstance(answer, SampleOutput)]
+        return _Stepped(
+            [(ticket, self._encode(answer) if isinstance(answer, SampleOutput) else answer) for ticket, answer in answers],
+            drawn,
+            sum(len(sequence.tokens) for output in outputs for sequence in output.sequences),
+        )
+
+    def _count(self, completed: Sequence[Work], num_sampled: int) -> None:
+        if completed:
+            num_prompt = sum(len(work.sample.prompt) for work in completed)
+            telemetry.count(telemetry.TOKENS, num_sampled, base_model=self._base, kind=telemetry.SAMPLED)
+            telemetry.count(telemetry.TOKENS, num_prompt, base_model=self._base, kind=telemetry.PROMPT)
+
+    def _keep_chunks(self, drawn: Sequence[Drawn]) -> None:
+        for news in drawn:
+            work = self._live.get(news.ticket)
+            if work is not None:
+                self._chunks.append(
+                    StreamChunk(rid=work.rid, sequence=news.sequence, offset=news.offset, tokens=news.tokens, logprobs=news.logprobs)
+                )
 
     def _fail_live(self, error: Exception) -> list[Finished]:
         failed = [(work.rid, _outcome(error)) for work in self._live.values()]
@@ -228,4 +285,4 @@ class SamplingBackend:
 
 
 def _outcome(answer: bytes | Exception) -> Outcome:
-    return Outcome.failed(answer, tainted=False) if isinstance(answer, Exception) else Outcome(result=answer)
+    return Outcome.failed(answer, is_tainted=False) if isinstance(answer, Exception) else Outcome(result=answer)

@@ -16,4 +16,12 @@ def training_engine(model: ServedModel, trainer: TrainerConfig, threads: int) ->
 
 def sampling_engine(model: ServedModel, sampler: SamplerConfig, threads: int) -> SamplingEngine:
     """`threads`: intra-op threads of this process."""
-    return HfSampler(model.info, model.dtype, sampler.max_rows, sampler.max_adapters, threads=threads, device=device_of(sampler.num_gpus))
+    return HfSampler(
+        model.info,
+        model.dtype,
+        sampler.max_rows,
+        sampler.max_adapters,
+        threads=threads,
+        device=device_of(sampler.num_gpus),
+        logprobs=sampler.logprobs,
+    )

@@ -9,9 +9,10 @@ import logging
 
 from tinsmith import telemetry
 from tinsmith.config import ServerConfig
+from tinsmith.deployments.presence import Use, listen, new_replica
 from tinsmith.deployments.training_backend import TrainingBackend
 from tinsmith.deployments.wiring import Blueprint, connect
-from tinsmith.deployments.worker import DRAIN_S, Worker, WorkerReplica, engine_builders, listen, new_replica
+from tinsmith.deployments.worker import DRAIN_S, Worker, WorkerReplica, engine_builders
 from tinsmith.engines.base import TrainingEngine
 from tinsmith.lifecycle.adapters import AdapterSlots
 from tinsmith.lifecycle.checkpoints import Checkpoints
@@ -20,7 +21,7 @@ from tinsmith.queue.executor import Executor, SnapshotPolicy
 from tinsmith.queue.gate import Gate
 from tinsmith.state.catalog import Catalog
 from tinsmith.state.events import EventReader
-from tinsmith.state.lanes import bell_topic, work_topic
+from tinsmith.state.lanes import bell_topic, inbox_topic, work_topic
 
 _log = logging.getLogger(__name__)
 
@@ -58,10 +59,11 @@ async def _start_worker(blueprint: Blueprint, base: str, engine: TrainingEngine)
         decode=decode_command,
         snapshots=_snapshot_policy(config),
         drain_s=DRAIN_S,
+        describe=lambda: worker.presence.describe(),
     )
     work, bell = work_topic(base), bell_topic(replica.id)
-    events = EventReader(connection.lanes, [work, bell], store=connection.store)
-    worker = Worker(connection, replica, gate, executor, events)
+    events = EventReader(connection.lanes, [work, bell, inbox_topic(replica.id)], store=connection.store)
+    worker = Worker(connection, replica, gate, executor, events, lambda: Use(len(executor.lanes), engine.capacity))
     await worker.start(
         blueprint,
         executor.offer,

@@ -6,23 +6,27 @@ effect; anything else is raised, and the executor rebuilds the adapter. Knows no
 """
 
 import asyncio
+import errno
 import json
+import logging
+import os
 from collections.abc import Awaitable, Callable, Sequence
 
+from tinsmith import telemetry
+from tinsmith.deployments.logprob_gap import report_gaps
 from tinsmith.engines.base import Answer, Contents, Job, TrainingEngine
 from tinsmith.lifecycle.checkpoints import ArtifactKind, Checkpoints, artifact_id
 from tinsmith.lifecycle.recovery import Action, plan
 from tinsmith.protocol.errors import InternalError, NotFound, RequestRejected, TinsmithError, UserError, ValidationFailed
 from tinsmith.protocol.futures import Outcome, Write
-from tinsmith.protocol.sessions import CheckpointKind, CheckpointRecord, SamplerRecord, checkpoint_path
+from tinsmith.protocol.sessions import CheckpointKind, CheckpointRecord, ModelRecord, SamplerRecord, checkpoint_path
 from tinsmith.protocol.training import (
-    Compute,
     ComputeOutput,
     CreateModel,
+    EngineCommand,
     LoadWeights,
     LoraConfig,
     OptimOutput,
-    OptimStep,
     SaveWeights,
     SaveWeightsForSampler,
 )
@@ -34,6 +38,13 @@ from tinsmith.state.lanes import Entry, LaneInfo, Settlement
 
 Clock = Callable[[], Awaitable[int]]  # the store's, ms
 Save = SaveWeights | SaveWeightsForSampler
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+_log = logging.getLogger(__name__)
+
+
+class _NotSaved(InternalError):
+    """A capture could not be made durable; the adapter is as it was."""
 
 
 class TrainingBackend:
@@ -56,11 +67,12 @@ class TrainingBackend:
 
     async def run(self, info: LaneInfo, items: Sequence[Ready]) -> list[Outcome]:
         """One outcome an item. Items are commands of the engine, which share one call of it, or one other command alone."""
-        jobs = [Job(info.lane, item.entry.seq, item.command) for item in items if isinstance(item.command, Compute | OptimStep)]
+        jobs = [Job(info.lane, item.entry.seq, item.command) for item in items if isinstance(item.command, EngineCommand)]
         if jobs and info.lane not in self._loras:
-            return [Outcome.failed(_not_created(info.lane), tainted=False) for _ in items]
+            return [Outcome.failed(_not_created(info.lane), is_tainted=False) for _ in items]
         if len(jobs) == len(items):
             answers = await self._gate.when_open(self._engine.run, jobs)
+            report_gaps(info.base, jobs, answers)
             return [_outcome_of(answer) for answer in answers]
         (item,) = items
         return [await self._run_alone(info, item)]
@@ -83,7 +95,8 @@ class TrainingBackend:
         return saves
 
     async def snapshot(self, info: LaneInfo, seq: int) -> str:
-        artifact, _ = await self._publish(info, seq, ArtifactKind.SNAPSHOT, Contents.SNAPSHOT)
+        artifact, size = await self._publish(info, seq, ArtifactKind.SNAPSHOT, Contents.SNAPSHOT)
+        telemetry.count(telemetry.SNAPSHOT_BYTES, size, base_model=info.base)
         return artifact
 
     async def discard(self, artifact: str) -> None:
@@ -96,7 +109,7 @@ class TrainingBackend:
         self._loras[info.lane] = lora
 
     async def _run_alone(self, info: LaneInfo, item: Ready) -> Outcome:
-        """A refusal by engine, files or catalog is the caller's fault and comes before any effect."""
+        """A refusal by engine, files or catalog comes before any effect, and a save has none on the adapter."""
         try:
             match item.command:
                 case CreateModel() as command:
@@ -109,8 +122,8 @@ class TrainingBackend:
                     return await self._save_sampler(info, item.entry.seq, command)
                 case _:
                     raise InternalError(f"{item.command.kind} is not a command to run alone")
-        except UserError as refusal:
-            return Outcome.failed(refusal, tainted=False)
+        except (UserError, _NotSaved) as refusal:
+            return Outcome.failed(refusal, is_tainted=False)
 
     async def _create(self, info: LaneInfo, command: CreateModel) -> Outcome:
         await self._gate.when_open(self._engine.create_adapter, info.lane, command.lora)
@@ -133,19 +146,21 @@ class TrainingBackend:
 
     async def _save_training(self, info: LaneInfo, seq: int, command: SaveWeights) -> Outcome:
         """Capture, make durable, and name: the name appears when the outcome is settled."""
-        lora = self._lora(info.lane)
+        model = await self._model(info)
         if not command.overwrite:
             await self._check_name_is_free(info, CheckpointKind.TRAINING, command.name)
         artifact, size = await self._publish(info, seq, ArtifactKind.TRAINING, Contents.CHECKPOINT)
-        return await self._named(info, lora, command, CheckpointKind.TRAINING, command.name, artifact, size)
+        return await self._named(info, model, command, CheckpointKind.TRAINING, command.name, artifact, size)
 
     async def _save_sampler(self, info: LaneInfo, seq: int, command: SaveWeightsForSampler) -> Outcome:
         """As `_save_training`; a sampler checkpoint is immutable, so its name cannot be used twice."""
-        lora, name, sampler_id = self._lora(info.lane), command.name, command.sampling_session_id
+        self._lora(info.lane)
+        name, sampler_id = command.name, command.sampling_session_id
         if name is not None:
+            model = await self._model(info)
             await self._check_name_is_free(info, CheckpointKind.SAMPLER, name)
             artifact, size = await self._publish(info, seq, ArtifactKind.SAMPLER, Contents.SAMPLER)
-            return await self._named(info, lora, command, CheckpointKind.SAMPLER, name, artifact, size)
+            return await self._named(info, model, command, CheckpointKind.SAMPLER, name, artifact, size)
         if sampler_id is None:
             raise ValidationFailed("path: name the checkpoint, or send a sampling_session_seq_id for an ephemeral one")
         artifact, _ = await self._publish(info, seq, ArtifactKind.SAMPLER, Contents.SAMPLER)
@@ -161,15 +176,20 @@ class TrainingBackend:
             raise RequestRejected(f"path: {path} exists already; choose another name, or overwrite it where that is offered")
 
     async def _publish(self, info: LaneInfo, seq: int, kind: ArtifactKind, contents: Contents) -> tuple[str, int]:
-        """(artifact id, bytes) of a durable capture that nobody knows of yet."""
+        """(artifact id, bytes) of a durable capture that nobody knows of yet. Raises _NotSaved where the storage fails."""
         artifact = artifact_id(info.tenant, info.lane, kind, seq=seq, token=info.token)
         files = await self._gate.when_open(self._engine.capture, info.lane, contents)
-        manifest = await asyncio.to_thread(self._checkpoints.write, artifact, files)
+        try:
+            manifest = await asyncio.to_thread(self._checkpoints.write, artifact, files)
+        except OSError as error:
+            _log.error("artifact %s could not be written", artifact, exc_info=error)
+            raise _not_saved(error) from error
         return artifact, manifest.size_bytes
 
     async def _named(
-        self, info: LaneInfo, lora: LoraConfig, command: Save, kind: CheckpointKind, name: str, artifact: str, size: int
+        self, info: LaneInfo, model: ModelRecord, command: Save, kind: CheckpointKind, name: str, artifact: str, size: int
     ) -> Outcome:
+        """The checkpoint carries what its model was created with, so that a model made from it trains on as this one does."""
         now_ms = await self._now_ms()
         record = CheckpointRecord(
             tenant=info.tenant,
@@ -179,7 +199,9 @@ class TrainingBackend:
             name=name,
             artifact=artifact,
             base_model=info.base,
-            lora=lora,
+            lora=model.lora,
+            optimizer=model.optimizer,
+            schedule=model.schedule,
             created_ms=now_ms,
             size_bytes=size,
             expires_ms=None if command.ttl_seconds is None else now_ms + 1000 * command.ttl_seconds,
@@ -198,6 +220,11 @@ class TrainingBackend:
         )
         return _json_outcome({"sampling_session_id": sampler_id}, artifact=artifact, writes=(sampler_write(record),))
 
+    async def _model(self, info: LaneInfo) -> ModelRecord:
+        """Raises NotFound for a model whose creation failed."""
+        self._lora(info.lane)
+        return await self._catalog.model(info.tenant, info.lane)
+
     def _lora(self, lane: str) -> LoraConfig:
         lora = self._loras.get(lane)
         if lora is None:
@@ -209,6 +236,18 @@ def _not_created(lane: str) -> NotFound:
     return NotFound(f"model {lane!r} is not there: its creation failed; create a new one")
 
 
+def _not_saved(error: OSError) -> _NotSaved:
+    """Without the path, which is the server's own."""
+    if error.errno in _FULL:
+        return _NotSaved(
+            "the storage for checkpoints is full: nothing was saved, the model is as it was; ask the operator for space, then save again"
+        )
+    condition = "unknown" if error.errno is None else os.strerror(error.errno)
+    return _NotSaved(
+        f"the storage for checkpoints failed ({condition}): nothing was saved, the model is as it was; save again, or ask the operator"
+    )
+
+
 def _outcome_of(answer: Answer) -> Outcome:
     match answer:
         case ComputeOutput():
@@ -216,7 +255,7 @@ def _outcome_of(answer: Answer) -> Outcome:
         case OptimOutput():
             return _json_outcome({"metrics": answer.metrics})
         case TinsmithError():
-            return Outcome.failed(answer, tainted=False)
+            return Outcome.failed(answer, is_tainted=False)
 
 
 def _json_outcome(result: dict[str, object], *, artifact: str | None = None, writes: tuple[Write, ...] = ()) -> Outcome:

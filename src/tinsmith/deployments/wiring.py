@@ -9,6 +9,7 @@ from tinsmith import telemetry
 from tinsmith.config import ExecutionConfig, LimitConfig, ServerConfig
 from tinsmith.deployments.base_models import ServedModel
 from tinsmith.deployments.memory_state import RemoteLanes, RemoteStore
+from tinsmith.deployments.observation import start_observation
 from tinsmith.state.lanes import LaneLimits, Lanes
 from tinsmith.state.redis_lanes import RedisLanes
 from tinsmith.state.redis_store import RedisStore
@@ -17,11 +18,13 @@ from tinsmith.state.store import Store
 
 @dataclass(frozen=True, slots=True)
 class Blueprint:
-    """Passed to every replica, so it holds data and handles alone. `memory_state` is set where the store is the memory store."""
+    """Passed to every replica, so it holds data and handles alone. `memory_state` is set where the store is the memory store;
+    `metrics_dir` where there are metrics: the directory that the processes of a node write them to."""
 
     config: ServerConfig
     models: Mapping[str, ServedModel]
     memory_state: ActorHandle | None
+    metrics_dir: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +45,10 @@ def lane_limits(execution: ExecutionConfig, limits: LimitConfig) -> LaneLimits:
 
 
 def configure_logging(blueprint: Blueprint, role: str) -> None:
+    """And metrics and traces; once a process, before it does anything else."""
     logs = blueprint.config.logs
     telemetry.configure_logging(role, format=logs.format, level=logs.level)
+    start_observation(blueprint.config.telemetry, blueprint.metrics_dir, role)
 
 
 def connect(blueprint: Blueprint) -> Connection:

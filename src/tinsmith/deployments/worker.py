@@ -5,35 +5,32 @@ workers of fake engines do without.
 """
 
 import asyncio
-import contextlib
 import gc
 import importlib
-import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from functools import partial
-from typing import ParamSpec, Protocol, cast
-
-import ray
+from dataclasses import replace
+from typing import Protocol, cast
 
 from tinsmith.config import SamplerConfig, TrainerConfig
 from tinsmith.deployments.base_models import ServedModel
-from tinsmith.deployments.wiring import Blueprint, Connection, configure_logging, connect
+from tinsmith.deployments.presence import Presence, Use
+from tinsmith.deployments.wiring import Blueprint, Connection, configure_logging
 from tinsmith.engines.base import SamplingEngine, TrainingEngine
-from tinsmith.protocol.errors import StateContention
 from tinsmith.queue.gate import Gate
-from tinsmith.queue.heartbeat import Heartbeat, this_process
-from tinsmith.state.events import EventReader, Subscription
+from tinsmith.state.events import EventReader
+from tinsmith.state.inbox import Message
 from tinsmith.state.lanes import Replica
 
-P = ParamSpec("P")
-
 DRAIN_S = 3.0  # how long a stop may wait for the store; below the time that Serve gives a replica to stop
-LISTEN_S = 3600.0  # of one wait for an event; only bounds how long a forgotten task would live
 _MODULES = {
     "fake": "tinsmith.deployments.fake_engines",
     "peft": "tinsmith.deployments.torch_engines",
     "hf": "tinsmith.deployments.torch_engines",
 }
+
+
+def _of_others(_: Message) -> None:
+    """A message that is no business of this replica."""
 
 
 class WorkerEnded(RuntimeError):
@@ -57,17 +54,28 @@ class Serving(Protocol):
 
 
 class Worker:
-    """A replica at work: `executor` runs while the lease is kept and events are read."""
+    """A replica at work: `executor` runs while the lease is kept and events are read. `look`: how it is, but for its gate."""
 
-    def __init__(self, connection: Connection, replica: Replica, gate: Gate, executor: Serving, events: EventReader) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        replica: Replica,
+        gate: Gate,
+        executor: Serving,
+        events: EventReader,
+        look: Callable[[], Use] = Use,
+    ) -> None:
         self._connection = connection
-        self._replica = replica
         self._gate = gate
         self._executor = executor
         self._events = events
-        self._heartbeat: Heartbeat | None = None
+        self._presence = Presence(connection, replica, events, lambda: replace(look(), is_healthy=gate.is_healthy))
         self._serving: asyncio.Task[None] | None = None
         self._listening: list[asyncio.Task[None]] = []
+
+    @property
+    def presence(self) -> Presence:
+        return self._presence
 
     async def start(
         self,
@@ -75,53 +83,45 @@ class Worker:
         found: Callable[[list[str]], None],
         cut_off: Callable[[], None],
         listeners: list[Coroutine[None, None, None]],
+        on_message: Callable[[Message], None] = _of_others,
     ) -> None:
-        """Take the lease, listen, serve. `found` hears, in this loop, of lanes without an owner, and `cut_off` of renewals that failed.
-        Raises StateContention."""
+        """Take the lease, listen, serve. `found` hears, in this loop, of lanes without an owner, `cut_off` of renewals that failed, and
+        `on_message` of what comes to this replica's inbox, orders to drain apart. Raises StateContention."""
         await self._events.start()
-        found(await self._connection.lanes.renew(self._replica))
-        self._heartbeat = self._start_heartbeat(blueprint, found, cut_off)
+        await self._presence.begin(blueprint, self._hand_back, on_message, found=found, cut_off=cut_off)
         self._listening = [asyncio.create_task(listener) for listener in listeners]
         self._serving = asyncio.create_task(self._executor.run())
 
-    def check(self) -> None:
-        """Raises WorkerEnded with the reason, once this replica should be replaced."""
-        if not self._gate.healthy:
+    async def check(self) -> None:
+        """Raises WorkerEnded with the reason, once this replica should be replaced; ends the actor of one that is drained."""
+        await self._presence.leave_if_drained()
+        if not self._gate.is_healthy:
             raise WorkerEnded("the engine does not answer")
-        if self._heartbeat is None or not self._heartbeat.healthy:
+        if self._presence.is_draining:
+            return
+        if not self._presence.is_kept:
             raise WorkerEnded("nothing renews the lease")
         if not self._events.is_reading:
             raise WorkerEnded("nothing reads events")
-        for task in (self._serving, *self._listening):
+        for task in (self._serving, self._presence.inbox, *self._listening):
             if task is None or task.done():
                 raise WorkerEnded("a task of this replica has ended by a defect") from _defect_of(task)
 
     async def stop(self) -> None:
         """Finish what runs, hand everything back, and give up the lease, so that others need not wait for its end."""
+        await self._hand_back()
+        await self._presence.drained()
+        await self._presence.end()
+        await self._events.stop()
+        self._gate.close()
+        await self._connection.store.close()
+
+    async def _hand_back(self) -> None:
         self._executor.stop()
         if self._serving is not None:
             await asyncio.wait([self._serving])  # `check` tells of its defects; the lease is given up all the same
         for task in self._listening:
             task.cancel()
-        if self._heartbeat is not None:
-            await asyncio.to_thread(self._heartbeat.stop)
-        with contextlib.suppress(StateContention):
-            await self._connection.lanes.bury(self._replica.id)
-        await self._events.stop()
-        self._gate.close()
-        await self._connection.store.close()
-
-    def _start_heartbeat(self, blueprint: Blueprint, found: Callable[[list[str]], None], cut_off: Callable[[], None]) -> Heartbeat:
-        loop = asyncio.get_running_loop()
-        heartbeat = Heartbeat(
-            lambda: connect(blueprint),
-            self._replica,
-            lease_s=blueprint.config.execution.lease_s,
-            found=lambda unowned: _call_in(loop, found, unowned),
-            cut_off=lambda: _call_in(loop, cut_off),
-        )
-        heartbeat.start()
-        return heartbeat
 
 
 Begin = Callable[[Blueprint, str], Awaitable[Worker]]
@@ -139,27 +139,19 @@ class WorkerReplica:
         self._worker: Worker | None = None
 
     async def reconfigure(self, _: Mapping[str, object]) -> None:
-        """Load the base model and begin to serve. Raises what the engine raises, StateContention."""
-        self._worker = await self._begin(self._blueprint, self._base)
+        """Load the base model and begin to serve, once. Raises what the engine raises, StateContention."""
+        if self._worker is None:
+            self._worker = await self._begin(self._blueprint, self._base)
 
     async def check_health(self) -> None:
         """Raises WorkerEnded."""
         if self._worker is None:
             raise WorkerEnded("the replica has not started")
-        self._worker.check()
+        await self._worker.check()
 
     async def stop(self) -> None:
         if self._worker is not None:
             await self._worker.stop()
-
-
-async def listen(subscription: Subscription, hear: Callable[[list[str]], None], resync: Callable[[], None]) -> None:
-    """Pass on what the subscription hears, for ever. `resync`: events may have been missed."""
-    while True:
-        if await subscription.wait(LISTEN_S):
-            if subscription.take_resync():
-                resync()
-            hear(subscription.take())
 
 
 def engine_builders(engine: str) -> EngineBuilders:
@@ -174,15 +166,5 @@ def engine_builders(engine: str) -> EngineBuilders:
         gc.enable()
 
 
-def new_replica(base: str) -> Replica:
-    """This process under a fresh id. A node of Ray is one pid namespace."""
-    return this_process(uuid.uuid4().hex, base, ray.get_runtime_context().get_node_id())
-
-
 def _defect_of(task: asyncio.Task[None] | None) -> BaseException | None:
     return None if task is None or task.cancelled() else task.exception()
-
-
-def _call_in(loop: asyncio.AbstractEventLoop, call: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(partial(call, *args, **kwargs))
