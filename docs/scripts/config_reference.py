@@ -4,7 +4,6 @@ Without arguments it writes the file; with --check it writes nothing and exits 1
 meaning: every sentence of a table comes from a field's description.
 """
 
-import argparse
 import sys
 import types
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
+from pages import publish
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
@@ -116,16 +116,7 @@ def one_line(text: str | None) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Write docs/configuration.md from the configuration classes.")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the page is stale")
-    page = render()
-    if not parser.parse_args().check:
-        PAGE.write_text(page)
-        return 0
-    if PAGE.is_file() and PAGE.read_text() == page:
-        return 0
-    print(f"{PAGE.name} is stale; run: python docs/scripts/config_reference.py", file=sys.stderr)
-    return 1
+    return publish(PAGE, render(), "python docs/scripts/config_reference.py")
 
 
 if __name__ == "__main__":
