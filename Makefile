@@ -10,11 +10,14 @@ PYTEST := $(BIN)/python -m pytest
 # A runtime of protobuf refuses modules of a newer compiler and takes those of the major before its own: this one, of 6.31, suits 6.31 to 7.
 PROTOC := grpcio-tools==1.73.1
 
+# What writes the generated pages; each knows --check.
+GENERATORS := config_reference error_codes guarantees protocol_reference
+
 # One intra-op thread a process: fp32 results are then equal bit for bit, and two busy cores are not shared by four threads.
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test coverage check lint format-check types layers docs-fresh mutants docs seeds proto clean
+.PHONY: help demo test chaos coverage check lint format-check types layers docs-fresh mutants docs openapi seeds proto clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | while IFS='|' read -r name text; do printf '  make %-14s %s\n' "$$name" "$$text"; done
@@ -36,6 +39,11 @@ test: $(STAMP) ## every test: unit, contract, integration, e2e
 	$(BIN)/tinsmith fetch smollm2
 	$(PYTEST) tests/unit tests/contract tests/integration tests/e2e
 
+chaos: $(STAMP) ## the fault matrix: faults in every place of a real server, and the page about them
+	rm -f out/fault-matrix.json
+	$(PYTEST) tests/chaos
+	$(BIN)/python docs/scripts/fault_matrix.py
+
 coverage: $(STAMP) ## line coverage of src by the unit, contract and integration tests; fails under 90 %
 	$(PYTEST) tests/unit tests/contract tests/integration --cov --cov-report=term-missing:skip-covered --cov-fail-under=90
 
@@ -54,16 +62,19 @@ layers: $(STAMP)
 	$(BIN)/lint-imports
 
 docs-fresh: $(STAMP)
-	$(BIN)/python docs/scripts/config_reference.py --check
+	@for script in $(GENERATORS); do $(BIN)/python docs/scripts/$$script.py --check || exit 1; done
 
 mutants: $(STAMP) ## plant each listed fault in a copy of the tree and see the named test fail
 	$(BIN)/python -m tests.mutants
+
+openapi: $(STAMP) ## write the committed route inventory of the native API anew, after a change of it that is meant
+	$(BIN)/python docs/scripts/openapi_baseline.py
 
 seeds: $(STAMP) ## the lane invariants on both stores, 20 runs with different seeds
 	@for seed in $$(seq 1 20); do echo "seed $$seed"; TINSMITH_TEST_SEED=$$seed $(PYTEST) -q tests/contract/test_invariants.py tests/integration/test_redis_wakeups.py || exit 1; done
 
 docs: $(DOCS_STAMP) ## build the documentation into site/
-	$(BIN)/python docs/scripts/config_reference.py
+	@for script in $(GENERATORS); do $(BIN)/python docs/scripts/$$script.py || exit 1; done
 	$(BIN)/mkdocs build --strict
 
 proto: ## generate the protobuf module from our .proto

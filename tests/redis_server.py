@@ -49,6 +49,11 @@ class RedisServer:
     def url(self) -> str:
         return self._process.url
 
+    @property
+    def directory(self) -> Path:
+        """Where its data lie."""
+        return self._directory
+
     def start(self) -> None:
         self._process.start()
 

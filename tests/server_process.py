@@ -119,6 +119,19 @@ class ServerProcess:
             return self.process.wait()
 
 
+def fake_config(checkpoints: Path, redis_url: str, **sections: object) -> dict[str, object]:
+    """Fake engines over Redis."""
+    model = {"name": "HuggingFaceTB/SmolLM2-135M-Instruct", "trainer": {"engine": "fake"}, "sampler": {"engine": "fake"}}
+    return {"models": [model], "checkpoints": {"dir": str(checkpoints)}, "store": {"kind": "redis", "url": redis_url}, **sections}
+
+
+def tinsmith(*arguments: str, timeout_s: float = 300.0) -> str:
+    """Run a command line; answers its standard output."""
+    done = subprocess.run([sys.executable, "-m", "tinsmith.cli", *arguments], capture_output=True, text=True, timeout=timeout_s)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def _with_port(config: Mapping[str, object]) -> dict[str, object]:
     gateway = config.get("gateway", {})
     assert isinstance(gateway, Mapping)

@@ -67,7 +67,7 @@ class Loop:
         return answer
 
     def optim_step(self, **params: float) -> OptimOutput:
-        answer = self._run(OptimStep(adam=AdamParams(**({"learning_rate": LEARNING_RATE} | params))))
+        answer = self._run(OptimStep(optimizer=AdamParams(**({"learning_rate": LEARNING_RATE} | params))))
         assert isinstance(answer, OptimOutput), answer
         return answer
 

@@ -3,7 +3,8 @@
 Time of the store is a number that tests move.
 """
 
-from collections.abc import AsyncIterator
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,7 @@ from fastapi import FastAPI
 from tinsmith import config
 from tinsmith.gateway.app import create_app
 from tinsmith.gateway.deps import Services
-from tinsmith.protocol import wire
+from tinsmith.protocol import native, wire
 from tinsmith.protocol.futures import Outcome, Write
 from tinsmith.protocol.sampling import Sample
 from tinsmith.protocol.sessions import BaseModelInfo
@@ -28,6 +29,7 @@ BASE = "org/tiny"
 INFO = BaseModelInfo(name=BASE, path="/nowhere", max_context=64, vocab_size=100, eos_token_ids=(2,))
 WORKER = Replica(id="w", base=BASE, node="n", pid=1, started="0")
 PREFIX = "/api/v1"
+NATIVE_PREFIX = native.PREFIX
 
 
 @dataclass
@@ -64,6 +66,33 @@ class Face:
     async def retrieve(self, rid: str, accept: str = "application/json", **body: object) -> httpx.Response:
         return await self.http.post(f"{PREFIX}/retrieve_future", json={"request_id": rid, **body}, headers={"accept": accept})
 
+    async def native(self, path: str, body: object) -> httpx.Response:
+        """A request of the native protocol."""
+        return await self.http.post(NATIVE_PREFIX + path, json=body)
+
+    async def native_ok(self, path: str, body: object) -> dict[str, Any]:
+        response = await self.native(path, body)
+        assert response.status_code == 200, response.text
+        answer: dict[str, Any] = response.json()
+        return answer
+
+    async def native_get(self, path: str) -> dict[str, Any]:
+        response = await self.http.get(NATIVE_PREFIX + path)
+        assert response.status_code == 200, response.text
+        answer: dict[str, Any] = response.json()
+        return answer
+
+    async def native_model(self, **changes: object) -> str:
+        """A model of the native face in a session of its own; its creation is pending."""
+        session_id = (await self.native_ok("/create_session", {}))["session_id"]
+        body = {"session_id": session_id, "model_seq": 0, "base_model": BASE, "lora": {"rank": 8}}
+        await self.native_ok("/create_model", body | changes)
+        return f"{session_id}:train:0"
+
+    def num_kept(self) -> int:
+        """How many values store and lanes hold together: what a refusal must leave as it was."""
+        return _num_values([self.store, self.lanes], set())
+
     async def take(self, lane: str, from_seq: int = 0) -> list[tuple[Entry, TrainingCommand | Sample]]:
         """What a trainer would be handed out now, decoded."""
         await self.lanes.renew(WORKER)
@@ -99,9 +128,28 @@ class Face:
         await self.lanes.pool_settle(WORKER.id, [(entry, outcome) for entry in entries])
 
 
+def _num_values(tree: object, seen: set[int]) -> int:
+    """Leaves of nested containers and of the memory store's own objects."""
+    if id(tree) in seen:
+        return 0
+    is_ours = type(tree).__module__.startswith("tinsmith.state")
+    if isinstance(tree, Mapping):
+        parts: Iterable[object] = tree.values()
+    elif isinstance(tree, list | tuple | set | frozenset | deque):
+        parts = tree
+    elif is_ours and hasattr(tree, "__dict__"):
+        parts = vars(tree).values()
+    elif is_ours and hasattr(tree, "__slots__"):
+        parts = [getattr(tree, name) for name in tree.__slots__]
+    else:
+        return 1
+    seen.add(id(tree))
+    return 1 + sum(_num_values(part, seen) for part in parts)
+
+
 @asynccontextmanager
-async def open_face(lane_limits: LaneLimits | None = None, **tree: object) -> AsyncIterator[Face]:
-    """A face whose long poll lasts a second. `tree` overrides sections of the configuration."""
+async def open_face(lane_limits: LaneLimits | None = None, base: BaseModelInfo = INFO, **tree: object) -> AsyncIterator[Face]:
+    """A face whose long poll lasts a second, of one base model under the name `BASE`. `tree` overrides sections of the configuration."""
     clock = [1_000_000]
     store = MemoryStore(lambda: clock[0])
     await store.open()
@@ -112,7 +160,7 @@ async def open_face(lane_limits: LaneLimits | None = None, **tree: object) -> As
         store=store,
         lanes=lanes,
         events=EventReader(lanes, [SETTLED]),
-        base_models={BASE: INFO},
+        base_models={BASE: base},
     )
     app = create_app(services)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)

@@ -1,6 +1,7 @@
-"""A whole server in one thread: the gateway on a loopback port, one trainer and one sampler with fake engines, the memory store.
+"""A whole server in one thread: the gateway on a loopback port, one trainer and samplers with fake engines, the memory store.
 
-The parts are the real ones; only engines and processes are not.
+The parts are the real ones; only engines and processes are not. A sampler can be killed: it then does nothing more, and its lease is gone,
+as that of a process that a peer on its node has missed.
 """
 
 import asyncio
@@ -8,7 +9,7 @@ import contextlib
 import socket
 import threading
 from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tinsmith.engines.base import Files
 from tinsmith.engines.fake import FakeSamplingEngine, FakeTrainingEngine
 from tinsmith.gateway.app import create_app
 from tinsmith.gateway.deps import Services
+from tinsmith.gateway.streams import Streams
 from tinsmith.lifecycle.adapters import AdapterSlots
 from tinsmith.lifecycle.checkpoints import Checkpoints
 from tinsmith.protocol.sampling import Sample
@@ -30,7 +32,8 @@ from tinsmith.queue.executor import Executor, SnapshotPolicy
 from tinsmith.queue.gate import Gate
 from tinsmith.queue.pool import PoolExecutor
 from tinsmith.state.events import EventReader
-from tinsmith.state.lanes import SETTLED, LaneLimits, Replica, bell_topic, work_topic
+from tinsmith.state.inbox import SampleAbort, decode
+from tinsmith.state.lanes import SETTLED, LaneLimits, Replica, Role, bell_topic, inbox_topic, work_topic
 from tinsmith.state.memory_lanes import MemoryLanes
 from tinsmith.state.memory_store import MemoryStore
 
@@ -39,25 +42,51 @@ INFO = BaseModelInfo(name=BASE, path="/nowhere", max_context=4096, vocab_size=49
 START_S = 30
 
 
+@dataclass(frozen=True)
+class Cast:
+    """Who is there. `before_step`: called in the engine's thread with the sampler's id. `item_s`: as in `Streams`."""
+
+    num_samplers: int = 1
+    before_step: Callable[[str], None] = lambda _: None
+    item_s: float = 60.0
+
+
+@dataclass
+class FakeSampler:
+    engine: FakeSamplingEngine
+    executor: PoolExecutor
+    tasks: list[asyncio.Task[None]]
+
+    async def kill(self, services: Services, replica: str) -> None:
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+        await services.lanes.bury(replica)
+
+
 @dataclass
 class InProcessServer:
-    """`url` is where it listens."""
+    """`url` is where it listens. `samplers` by their ids."""
 
     url: str
     services: Services
     loop: asyncio.AbstractEventLoop
+    samplers: dict[str, FakeSampler] = field(default_factory=dict)
 
     def call(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Run on the server's loop, from a test's thread."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(START_S)
 
+    def kill(self, sampler: str) -> None:
+        self.call(self.samplers[sampler].kill(self.services, sampler))
+
 
 @contextlib.contextmanager
-def serve(root: Path, **tree: object) -> Iterator[InProcessServer]:
+def serve(root: Path, cast: Cast = Cast(), **tree: object) -> Iterator[InProcessServer]:
     """A running server, gone when the context is left."""
     started: list[InProcessServer] = []
     is_up, stop = threading.Event(), threading.Event()
-    thread = threading.Thread(target=lambda: asyncio.run(_serve(root, tree, started.append, is_up, stop)), name="server")
+    thread = threading.Thread(target=lambda: asyncio.run(_serve(root, cast, tree, started.append, is_up, stop)), name="server")
     thread.start()
     try:
         assert is_up.wait(START_S), "the server did not start"
@@ -69,7 +98,12 @@ def serve(root: Path, **tree: object) -> Iterator[InProcessServer]:
 
 
 async def _serve(
-    root: Path, tree: dict[str, object], started: Callable[[InProcessServer], None], is_up: threading.Event, stop: threading.Event
+    root: Path,
+    cast: Cast,
+    tree: dict[str, object],
+    started: Callable[[InProcessServer], None],
+    is_up: threading.Event,
+    stop: threading.Event,
 ) -> None:
     store = MemoryStore()
     await store.open()
@@ -80,15 +114,18 @@ async def _serve(
         lanes=lanes,
         events=EventReader(lanes, [SETTLED]),
         base_models={BASE: INFO},
+        process_id="gateway",
+        streams=Streams(cast.item_s),
     )
     listener = socket.create_server(("127.0.0.1", 0))
     http = uvicorn.Server(uvicorn.Config(create_app(services), lifespan="on", log_config=None, timeout_graceful_shutdown=1))
     async with contextlib.AsyncExitStack() as stack:
         await _start_trainer(stack, root, services)
-        await _start_sampler(stack, root, services)
+        samplers = {name: await _start_sampler(stack, root, services, name, cast) for name in _names(cast.num_samplers)}
+        await _start_inbox(stack, services)
         # The listener takes connections from now on, and uvicorn answers them as soon as it is up.
         serving = asyncio.create_task(_quietly(http, listener))
-        started(InProcessServer(f"http://127.0.0.1:{listener.getsockname()[1]}", services, asyncio.get_running_loop()))
+        started(InProcessServer(f"http://127.0.0.1:{listener.getsockname()[1]}", services, asyncio.get_running_loop(), samplers))
         is_up.set()
         await asyncio.to_thread(stop.wait)
         http.should_exit = True
@@ -123,19 +160,54 @@ async def _start_trainer(stack: contextlib.AsyncExitStack, root: Path, services:
     stack.callback(gate.close)
 
 
-async def _start_sampler(stack: contextlib.AsyncExitStack, root: Path, services: Services) -> None:
-    engine = FakeSamplingEngine(vocab_size=INFO.vocab_size, max_context=INFO.max_context)
+def _names(num_samplers: int) -> list[str]:
+    return ["sampler", *(f"sampler{number}" for number in range(2, num_samplers + 1))][:num_samplers]
+
+
+async def _start_sampler(stack: contextlib.AsyncExitStack, root: Path, services: Services, name: str, cast: Cast) -> FakeSampler:
+    def before(operation: str, _: str) -> None:
+        if operation == "step":
+            cast.before_step(name)
+
+    engine = FakeSamplingEngine(vocab_size=INFO.vocab_size, max_context=INFO.max_context, before=before)
     gate = Gate(bound_s=30, exclusive=False, ping=engine.ping)
     checkpoints = Checkpoints(root)
 
     async def read_artifact(artifact: str) -> Files:
         return await asyncio.to_thread(checkpoints.read, artifact)
 
-    backend = SamplingBackend(engine, gate, read_artifact, encode_sample_output)
-    replica = Replica(id="sampler", base=BASE, node="n", pid=1, started="0")
+    backend = SamplingBackend(engine, gate, read_artifact, encode_sample_output, base=BASE)
+    replica = Replica(id=name, base=BASE, node="n", pid=1, started="0", role=Role.SAMPLER)
     executor = PoolExecutor(services.lanes, BASE, replica.id, backend, _decode_sample, timeout_s=30)
-    await _start(stack, services, replica, executor, [work_topic(BASE)], lambda _, __: executor.wake())
+    inbox = inbox_topic(name)
+
+    def heard(topic: str, payloads: list[str]) -> None:
+        if topic != inbox:
+            executor.wake()
+            return
+        for message in map(decode, payloads):
+            if isinstance(message, SampleAbort):
+                executor.abort(message.rid)
+
+    tasks = await _start(stack, services, replica, executor, [work_topic(BASE), inbox], heard)
     stack.callback(gate.close)
+    return FakeSampler(engine, executor, tasks)
+
+
+async def _start_inbox(stack: contextlib.AsyncExitStack, services: Services) -> None:
+    """The gateway's own: tokens of its streams."""
+
+    def heard(_: str, payloads: list[str]) -> None:
+        for message in map(decode, payloads):
+            services.streams.hear(message)
+
+    hearing = asyncio.create_task(_hear(services, await services.lanes.tail([inbox_topic(services.process_id)]), heard))
+
+    async def end() -> None:
+        hearing.cancel()
+        await asyncio.gather(hearing, return_exceptions=True)
+
+    stack.push_async_callback(end)
 
 
 def _decode_sample(body: bytes) -> Sample:
@@ -151,8 +223,8 @@ async def _start(
     executor: Executor | PoolExecutor,
     topics: list[str],
     heard: Callable[[str, list[str]], None],
-) -> None:
-    """Lease, events and executor of one replica, until the stack is left."""
+) -> list[asyncio.Task[None]]:
+    """Lease, events and executor of one replica, until the stack is left; answers its tasks."""
     await services.lanes.renew(replica)
     cursors = await services.lanes.tail(topics)
     tasks = [
@@ -163,12 +235,14 @@ async def _start(
 
     async def end() -> None:
         executor.stop()
-        await tasks[0]
+        if not tasks[0].cancelled():
+            await tasks[0]
         for task in tasks[1:]:
             task.cancel()
         await asyncio.gather(*tasks[1:], return_exceptions=True)
 
     stack.push_async_callback(end)
+    return tasks
 
 
 async def _renew(services: Services, replica: Replica) -> None:

@@ -14,7 +14,7 @@ from tinsmith.engines.fake import Before, FakeTrainingEngine
 from tinsmith.lifecycle.adapters import AdapterSlots
 from tinsmith.lifecycle.checkpoints import Checkpoints
 from tinsmith.protocol.futures import FutureRecord, Write
-from tinsmith.protocol.ids import Work, request_id
+from tinsmith.protocol.ids import WorkKind, request_id
 from tinsmith.protocol.inputs import Datum, ModelInput, TextChunk
 from tinsmith.protocol.sessions import ModelRecord
 from tinsmith.protocol.tensors import DType, Tensor
@@ -49,7 +49,7 @@ def train(*tokens: int, backward: bool = True) -> Compute:
 
 
 def optim(learning_rate: float = 0.1) -> OptimStep:
-    return OptimStep(adam=AdamParams(learning_rate=learning_rate))
+    return OptimStep(optimizer=AdamParams(learning_rate=learning_rate))
 
 
 def lane_of(index: int = 0) -> str:
@@ -100,7 +100,7 @@ class World:
         """Answers the request id."""
         lane = lane_of() if lane is None else lane
         info = await self.store.open()
-        rid = request_id(Work.TRAINING, epoch=info.epoch, secret=info.secret, tenant=TENANT, lane=lane, seq=seq)
+        rid = request_id(WorkKind.TRAINING, epoch=info.epoch, secret=info.secret, tenant=TENANT, lane=lane, seq=seq)
         body = encode_command(command)
         tokens = command.num_tokens if isinstance(command, Compute) else 0
         writes: tuple[Write, ...] = ()

@@ -9,7 +9,7 @@ import pytest
 
 from tests.redis_server import RedisServer
 from tinsmith.config import validate
-from tinsmith.deployments import worker
+from tinsmith.deployments import presence
 from tinsmith.deployments.base_models import weightless
 from tinsmith.deployments.janitor import Janitor
 from tinsmith.deployments.sampler import Sampler
@@ -17,7 +17,7 @@ from tinsmith.deployments.trainer import Trainer
 from tinsmith.deployments.wiring import Blueprint, Connection, connect
 from tinsmith.protocol.futures import FutureRecord
 from tinsmith.protocol.futures import State as FutureState
-from tinsmith.protocol.ids import Work, request_id
+from tinsmith.protocol.ids import WorkKind, request_id
 from tinsmith.protocol.inputs import ModelInput, TextChunk
 from tinsmith.protocol.sampling import Sample, SamplingParams
 from tinsmith.protocol.sessions import ModelRecord
@@ -40,7 +40,7 @@ def server() -> Iterator[RedisServer]:
 
 @pytest.fixture
 def blueprint(server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Blueprint:
-    monkeypatch.setattr(worker.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "node"))
+    monkeypatch.setattr(presence.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "node"))
     monkeypatch.setitem(EventReader.__init__.__kwdefaults__, "block_s", 0.2)
     config = validate(
         {
@@ -65,7 +65,7 @@ async def submit_model(connection: Connection, model_id: str) -> str:
     info = await connection.store.open()
     command = CreateModel(lora=LoraConfig(rank=4, seed=1))
     body = encode_command(command)
-    rid = request_id(Work.TRAINING, epoch=info.epoch, secret=info.secret, tenant=TENANT, lane=model_id, seq=0)
+    rid = request_id(WorkKind.TRAINING, epoch=info.epoch, secret=info.secret, tenant=TENANT, lane=model_id, seq=0)
     record = ModelRecord(
         tenant=TENANT,
         model_id=model_id,
@@ -85,7 +85,7 @@ async def submit_sample(connection: Connection, key: str) -> str:
     info = await connection.store.open()
     sample = Sample(prompt=ModelInput((TextChunk(b"\1\0\0\0"),)), params=SamplingParams(seed=0, max_tokens=2), num_samples=1, adapter=None)
     body = encode_command(sample)
-    rid = request_id(Work.SAMPLING, epoch=info.epoch, secret=info.secret, tenant=TENANT, lane="pool", seq=key)
+    rid = request_id(WorkKind.SAMPLING, epoch=info.epoch, secret=info.secret, tenant=TENANT, lane="pool", seq=key)
     await connection.lanes.pool_submit(PoolSubmission(TENANT, SESSION, MODEL, key, rid, digest_of(sample.kind, body), body, tokens=3))
     return rid
 

@@ -24,7 +24,7 @@ from tests.fakes.training import (
     undisturbed,
     until,
 )
-from tinsmith.engines.fake import Fault
+from tinsmith.engines.fake_faults import Fault
 from tinsmith.lifecycle.checkpoints import model_folder
 from tinsmith.protocol.errors import ReasonCode
 from tinsmith.protocol.futures import Outcome, State
@@ -257,6 +257,23 @@ async def test_a_command_that_kills_its_worker_does_so_three_times(world: World,
     assert "three times" in failed.failure.message
     weights, _ = await undisturbed(tmp_path, STEPS)
     assert (heir.engine.weights(lane_of()), heir.engine.weights(lane_of(1))) == (weights, weights)
+
+
+@pytest.mark.proves("R65")
+async def test_a_command_whose_model_kills_the_workers_that_rebuild_it_is_given_up_after_three(world: World) -> None:
+    """Nothing of the lane ran when they died, so only what they had taken before tells that they died of it."""
+    first = await world.start(world.build("a"))
+    await world.all_settled(await world.submit_all(STEPS[:2]))
+    first.kill()
+    await world.bury(first)
+    (lost,) = await world.submit_all([train(6, 7)], first=2)
+    for name in ("b", "c", "d"):
+        await killed_at(world, Stall("create_adapter"), name)
+    await world.start(world.build("e"))
+    (record,) = await world.all_settled([lost])
+    assert record.failure is not None
+    assert record.failure.reason is ReasonCode.INTERNAL_ERROR
+    assert "three times" in record.failure.message
 
 
 @pytest.mark.proves("I2", "I3")

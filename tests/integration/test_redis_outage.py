@@ -83,7 +83,7 @@ async def test_a_killed_server_loses_nothing_and_readers_go_on(server: RedisServ
         server.restart()
         assert await lanes.settle(LANE, "r1", token, done(2)) == frozenset()
         assert await waiter.wait(SOON_S)
-        assert (await lanes.submit(command(3))).fresh
+        assert (await lanes.submit(command(3))).is_fresh
         assert await bell.wait(SOON_S)
         assert LANE in bell.take()
 
@@ -265,7 +265,7 @@ async def test_a_result_that_got_lost_before_its_settle_is_sent_again_or_told(st
     await open_lane(lanes)
     token = (await own(lanes, "r1")).token
     await take(lanes, "r1", token, 0)
-    monkeypatch.setattr("tinsmith.state.redis_lanes._staged", lambda key, outcome: [])
+    monkeypatch.setattr("tinsmith.state.redis_lanes.staged_result", lambda key, outcome: [])
     with pytest.raises(StateContention, match="settle again"):
         await lanes.settle(LANE, "r1", token, done(0))
     monkeypatch.undo()

@@ -22,7 +22,7 @@ from typing import Self
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-COPIED = ("src", "tests", "configs", "cookbook", "docs", "pyproject.toml")
+COPIED = ("src", "tests", "configs", "cookbook", "deploy", "docs", "pyproject.toml")
 PRELOADED = ("pytest", "redis.asyncio", "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama")
 TEST_TIMEOUT_S = 60  # of one test: a fault that hangs it is noticed too
 RUN_TIMEOUT_S = 600  # of all named tests together on the sound tree
@@ -41,13 +41,17 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Mutant:
-    """One fault: in `file`, `old` becomes `new`; `test` is the pytest id that must then fail."""
+    """One fault: in `file`, `old` becomes `new`; `test` is the pytest id that must then fail.
+
+    proves: the promises that the fault breaks, where they are not simply all that the test is marked with.
+    """
 
     name: str
     file: str
     old: str
     new: str
     test: str
+    proves: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,8 @@ class Tree:
 
 def read_mutants(path: Path) -> list[Mutant]:
     """Raises ValueError for a name that is used twice, or a fault that changes nothing."""
-    mutants = [Mutant(**entry) for entry in tomllib.loads(path.read_text())["mutant"]]
+    entries = tomllib.loads(path.read_text())["mutant"]
+    mutants = [Mutant(**entry | {"proves": tuple(entry.get("proves", ()))}) for entry in entries]
     names = [mutant.name for mutant in mutants]
     doubled = {name for name in names if names.count(name) > 1}
     idle = {mutant.name for mutant in mutants if mutant.old == mutant.new or not mutant.old}

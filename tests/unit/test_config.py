@@ -56,9 +56,12 @@ def test_every_field_is_described() -> None:
         ({"gateway": {"ingress": "nginx"}}, "gateway.ingress: 'nginx' is not one of 'direct' or 'serve'; choose one of them"),
         ({"gateway": {"ingress": "serve", "port": 0}}, "gateway: port 0 cannot be picked behind Ray Serve's proxy; name a port"),
         ({"gateway": {"replica": 2}}, "gateway.replica: no such field; did you mean 'replicas'?"),
-        ({"keys": []}, "keys: no such field; remove it, or use one of checkpoints, execution, gateway, limits, logs, models, ray, store"),
+        ({"keys": []}, "keys: no such field; remove it, or use one of checkpoints, execution, gateway, limits, logs, models, ray, store, telemetry"),  # noqa: E501
         ({"execution": {"timeout_s": 0}}, "execution.timeout_s: 0 is too small; use more than 0.0"),
         ({"execution": {"long_poll_s": 41}}, "execution.long_poll_s: 41 is too large; use 40.0 or less"),
+        ({"execution": {"inline_wait_s": 5, "long_poll_s": 5}}, "execution: inline_wait_s 5 is not below long_poll_s 5; lower it"),
+        ({"limits": {"requests_per_s": -1}}, "limits.requests_per_s: -1 is too small; use 0.0 or more"),
+        ({"telemetry": {"otlp_endpoint": "collector:4318"}}, "telemetry.otlp_endpoint: 'collector:4318' does not fit (String should match pattern '^https?://'); mend the value"),  # noqa: E501
         ({"execution": {"threads": "many"}}, "execution.threads: 'many' does not fit (Input should be a valid integer, unable to parse string as an integer); mend the value"),  # noqa: E501
         ({"store": {"kind": "sqlite"}}, "store.kind: 'sqlite' is not one of 'memory' or 'redis'; choose one of them"),
         ({"store": {"url": "redis://h"}}, "store: url is for kind: redis; set kind: redis, or remove url"),
@@ -161,7 +164,7 @@ def test_an_override_below_a_malformed_section_leaves_the_fault_to_be_named(tmp_
         ("- a", "the top level must be a mapping"),
         ("", "the top level must be a mapping"),
         ("a: 2020-99-99", "not valid YAML"),
-        ("[" * 3000, "nested too deep"),
+        ("[" * 20_000, "nested too deep"),
         ("a: \xe9", "not text in UTF-8"),
     ],
 )

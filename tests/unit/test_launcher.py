@@ -17,6 +17,7 @@ from tinsmith import launcher
 from tinsmith.config import ConfigError, validate
 from tinsmith.deployments.cluster import ClusterError
 from tinsmith.deployments.ports import PortUnavailable
+from tinsmith.deployments.wiring import Blueprint
 from tinsmith.launcher import Server, StartFailed, _Interrupted, _Signals, main, run
 
 URL = "http://127.0.0.1:1"
@@ -237,3 +238,19 @@ def test_an_application_that_cannot_start_names_its_reason(monkeypatch: pytest.M
     statuses(monkeypatch, trainer=(ApplicationStatus.DEPLOY_FAILED, "Traceback:\n  File x\nValueError: no weights\n\n"))
     with pytest.raises(StartFailed, match="trainer cannot start: ValueError: no weights; the log above has the details"):
         launcher._all_running(["trainer"])
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_metrics_have_a_directory_of_this_user_alone_while_the_server_runs(is_on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    deployed: list[Blueprint] = []
+    monkeypatch.setattr(launcher, "applications_of", lambda blueprint, _: deployed.append(blueprint) or [])
+    monkeypatch.setattr(launcher, "close_cluster", lambda *_: True)
+    server = Server(validate({"models": [{"name": "org/model"}], "telemetry": {"metrics": is_on}}), _Signals())
+    monkeypatch.setattr(server, "_run", lambda _: None)
+    server._deploy({})
+    [blueprint] = deployed
+    assert (blueprint.metrics_dir is not None) is is_on
+    if blueprint.metrics_dir is not None:
+        assert Path(blueprint.metrics_dir).stat().st_mode & 0o777 == 0o700
+    assert server.stop()
+    assert blueprint.metrics_dir is None or not Path(blueprint.metrics_dir).exists()

@@ -77,6 +77,13 @@ def test_a_list_with_a_doubled_name_or_an_idle_fault_is_refused(tmp_path: Path) 
         read_mutants(path)
 
 
+def test_a_fault_may_name_the_promises_that_it_breaks(tmp_path: Path) -> None:
+    entry = '[[mutant]]\nname = "{name}"\nfile = "f"\nold = "a"\nnew = "b"\ntest = "t"\n'
+    path = tmp_path / "mutants.toml"
+    path.write_text(entry.format(name="x") + 'proves = ["R31", "I3"]\n' + entry.format(name="y"))
+    assert [found.proves for found in read_mutants(path)] == [("R31", "I3"), ()]
+
+
 def test_words_select_by_name_file_or_test() -> None:
     first, second = mutant(name="lost event"), mutant(name="swapped sign", test=BLIND)
     assert selected([first, second], []) == [first, second]

@@ -1,12 +1,10 @@
 """The project's own files agree with each other: what the README shows exists, what is generated is fresh, what is pinned is allowed."""
 
 import ast
-import importlib.util
 import re
 import subprocess
 import tomllib
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import yaml
@@ -14,6 +12,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from tests.docs_scripts import load_script
 from tests.mutants.harness import Mutant, read_mutants
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,15 +30,6 @@ def our_files() -> list[Path]:
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
     )
     return [path for name in listed.stdout.splitlines() if (path := ROOT / name).is_file()]
-
-
-def load_script(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def project() -> dict[str, object]:
@@ -69,7 +59,7 @@ def test_the_readme_shows_the_tree_as_it_is() -> None:
     modules = {path.name for path in package.glob("*.py") if path.name != "__init__.py"}
     assert set(inside) == packages | modules
     beside = re.findall(r"^([a-z]+)/(?=\s)", tree, re.MULTILINE)
-    assert {name for name in beside if (ROOT / name).is_dir()} == {"configs", "cookbook", "docs", "tests"}
+    assert {name for name in beside if (ROOT / name).is_dir()} == {"configs", "cookbook", "deploy", "docs", "tests"}
 
 
 def test_the_readme_stays_short() -> None:
@@ -153,7 +143,7 @@ def test_ci_runs_check_then_test() -> None:
 
 
 def test_the_configuration_reference_is_fresh() -> None:
-    script = load_script(DOCS / "scripts" / "config_reference.py")
+    script = load_script("config_reference")
     assert script.render() == script.PAGE.read_text(), "run: python docs/scripts/config_reference.py"
 
 

@@ -7,6 +7,7 @@ import pytest
 from tinsmith.config import ServerConfig, validate
 from tinsmith.deployments.applications import STOP_S, application_names, applications_of
 from tinsmith.deployments.base_models import weightless
+from tinsmith.deployments.gateway import Gateway
 from tinsmith.deployments.wiring import Blueprint
 from tinsmith.deployments.worker import DRAIN_S
 
@@ -72,4 +73,12 @@ def test_serve_is_told_to_reconfigure_those_that_can(tmp_path: Path) -> None:
         return {target.name: target.target._bound_deployment._deployment_config.user_config for target in applications_of(blueprint, 9000)}
 
     assert set(map(repr, configs().values())) == {"{}"}
-    assert configs(ingress="serve")["tinsmith-gateway"] is None
+    assert set(map(repr, configs(ingress="serve").values())) == {"{}"}
+
+
+def test_what_serve_puts_around_the_app_is_stopped_too_and_then_the_gateway() -> None:
+    """Its own end is that of the app's life span."""
+    blueprint = Blueprint(config(ingress="serve"), {model: weightless(model) for model in "ab"}, None)
+    wrapped = applications_of(blueprint, 1)[0].target._bound_deployment.func_or_class
+    assert wrapped.__del__ is not Gateway.stop
+    assert wrapped.__mro__[1].__del__ is Gateway.stop

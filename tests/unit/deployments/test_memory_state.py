@@ -23,6 +23,7 @@ from tinsmith.state.lanes import (
     Settlement,
     Submission,
     bell_topic,
+    inbox_topic,
 )
 from tinsmith.state.memory_lanes import MemoryLanes
 from tinsmith.state.store import Store
@@ -90,6 +91,25 @@ async def test_records_go_through(store: RemoteStore) -> None:
     assert await store.lease("leader", "you", 1000)
 
 
+async def test_quotas_and_rates_go_through(store: RemoteStore) -> None:
+    assert await store.reserve("models:local", "m", limit=1, ttl_ms=1000)
+    assert not await store.reserve("models:local", "n", limit=1, ttl_ms=1000)
+    await store.unreserve("models:local", "m")
+    assert await store.reserve("models:local", "n", limit=1, ttl_ms=1000)
+    assert await store.spend("rps:local", 1, per_s=0.01, burst=1) == 0
+    assert await store.spend("rps:local", 1, per_s=0.01, burst=1) > 0
+
+
+async def test_messages_and_queues_go_through(lanes: RemoteLanes) -> None:
+    topic = inbox_topic("g1")
+    cursors = await lanes.tail([topic])
+    await lanes.post(topic, ["one", "two"])
+    assert (await lanes.wait(cursors, 0)).events == {topic: ["one", "two"]}
+    await lanes.submit(submission(0))
+    [queue] = await lanes.queues("base")
+    assert (queue.lane, queue.num_pending, queue.owner) == (LANE, 1, None)
+
+
 async def test_closing_drops_nothing_and_flushing_everything(store: RemoteStore) -> None:
     await store.put("local/x", "a", b"1")
     await store.close()
@@ -101,7 +121,7 @@ async def test_closing_drops_nothing_and_flushing_everything(store: RemoteStore)
 async def test_a_command_lives_from_submit_to_result(lanes: RemoteLanes) -> None:
     assert await lanes.renew(REPLICA) == []
     first = await lanes.submit(submission(0))
-    assert (first.state, first.fresh) == (State.PENDING, True)
+    assert (first.state, first.is_fresh) == (State.PENDING, True)
     assert await lanes.renew(REPLICA) == [LANE]
     acquired = await lanes.acquire(LANE, REPLICA.id)
     assert acquired is not None
@@ -118,8 +138,8 @@ async def test_a_command_lives_from_submit_to_result(lanes: RemoteLanes) -> None
     assert info is not None
     assert (info.durable, info.snapshot) == (0, "artifact")
     await lanes.release(LANE, REPLICA.id, acquired.token)
-    await lanes.close(TENANT, LANE, FAILURE, (Write("local/models", LANE, b"ended"),))
-    assert (await lanes.sweep(stuck_ms=1000)).stuck == 0
+    assert await lanes.close(TENANT, LANE, FAILURE, (Write("local/models", LANE, b"ended"),), seen=info)
+    assert (await lanes.sweep(stuck_ms=1000, orphan_ms=10**12)).num_stuck == 0
 
 
 async def test_refusals_cancels_and_samples_go_through(lanes: RemoteLanes) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from tests.redis_server import RedisServer
 from tinsmith.config import ServerConfig, validate
+from tinsmith.deployments import observation
 from tinsmith.deployments.preflight import faults_of, warnings_of
 
 
@@ -69,3 +70,12 @@ def test_the_proxy_and_a_short_session_are_named(tmp_path: Path) -> None:
         config(tmp_path, gateway={"ingress": "serve"}, execution={"session_timeout_s": 3}, store={"kind": "redis"}, ray={"address": "x:1"})
     )
     assert ["127.0.0.1:8700 of every node" in warnings[0], "between two beats" in warnings[1]] == [True, True]
+
+
+def test_traces_without_their_packages_are_a_fault_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    traced = config(tmp_path, telemetry={"otlp_endpoint": "http://127.0.0.1:4318"})
+    assert faults_of(traced) == []
+    monkeypatch.setattr(observation, "TRACING_PACKAGES", ("no_such_package",))
+    assert faults_of(config(tmp_path)) == []
+    [fault] = faults_of(traced)
+    assert fault.startswith("telemetry.otlp_endpoint: traces need no_such_package; pip install 'tinsmith[tracing]'")

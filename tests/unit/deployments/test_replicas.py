@@ -12,7 +12,7 @@ import pytest
 from tests.fakes.local_actor import LocalHandle
 from tinsmith.config import validate
 from tinsmith.deployments import janitor as janitor_module
-from tinsmith.deployments import worker
+from tinsmith.deployments import presence
 from tinsmith.deployments.base_models import weightless
 from tinsmith.deployments.gateway import DirectGateway, Gateway, GatewayClosed
 from tinsmith.deployments.janitor import Janitor, JanitorEnded
@@ -31,6 +31,7 @@ from tinsmith.protocol.training import LoraConfig
 from tinsmith.queue.executor import Executor
 from tinsmith.queue.pool import PoolExecutor
 from tinsmith.state.catalog import model_write
+from tinsmith.state.lanes import GATEWAYS
 from tinsmith.state.redis_lanes import RedisLanes
 
 MODEL = "org/model"
@@ -40,7 +41,7 @@ OPTIM = {"type": "optim_step", "adam_params": {"learning_rate": 0.1}}
 
 @pytest.fixture
 def blueprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Blueprint:
-    monkeypatch.setattr(worker.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "node"))
+    monkeypatch.setattr(presence.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "node"))
     config = validate(
         {
             "models": [{"name": MODEL, "trainer": FAKE, "sampler": FAKE}],
@@ -150,11 +151,11 @@ async def test_health_mirrors_the_parts_of_a_worker(
     at_work = replica._worker
     assert at_work is not None
     with monkeypatch.context() as patch:
-        patch.setattr(at_work, "_gate", SimpleNamespace(healthy=False))
+        patch.setattr(at_work, "_gate", SimpleNamespace(is_healthy=False))
         with pytest.raises(WorkerEnded, match="engine does not answer"):
             await replica.check_health()
     with monkeypatch.context() as patch:
-        patch.setattr(at_work, "_heartbeat", SimpleNamespace(healthy=False))
+        patch.setattr(at_work.presence, "_heartbeat", SimpleNamespace(is_healthy=False))
         with pytest.raises(WorkerEnded, match="renews the lease"):
             await replica.check_health()
     await replica.check_health()
@@ -165,6 +166,44 @@ async def test_health_mirrors_the_parts_of_a_worker(
     at_work._listening[0].cancel()
     await asyncio.wait(at_work._listening[:1])
     with pytest.raises(WorkerEnded, match="ended by a defect"):
+        await replica.check_health()
+    await replica.stop()
+
+
+@pytest.mark.proves("R60")
+async def test_starting_a_replica_again_changes_nothing(blueprint: Blueprint) -> None:
+    """Serve may call `reconfigure` more than once."""
+    with reserve("127.0.0.1", 0) as reservation:
+        trainer, sampler, gateway = Trainer(blueprint, MODEL), Sampler(blueprint, MODEL), DirectGateway(blueprint, port_of(reservation))
+        proxied, janitor = Gateway(blueprint), Janitor(blueprint)
+        replicas = (trainer, sampler, gateway, proxied, janitor)
+        for replica in replicas:
+            await replica.reconfigure({})
+        lanes = connect(blueprint).lanes
+        before = [replica.id for base in (MODEL, GATEWAYS) for replica in await lanes.replicas(base)]
+        parts = (trainer._worker, sampler._worker, gateway._http, janitor._sweeping)
+        for replica in replicas:
+            await replica.reconfigure({})
+            await replica.check_health()
+        assert [replica.id for base in (MODEL, GATEWAYS) for replica in await lanes.replicas(base)] == before
+        assert (trainer._worker, sampler._worker, gateway._http, janitor._sweeping) == parts
+        for replica in replicas:
+            await replica.stop()
+
+
+@pytest.mark.proves("R8")
+@pytest.mark.parametrize("kind", [Trainer, Sampler])
+async def test_a_replica_whose_engine_is_dead_is_unhealthy_and_tells_so_in_its_lease(
+    kind: type[Trainer | Sampler], blueprint: Blueprint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica = kind(blueprint, MODEL)
+    await replica.reconfigure({})
+    at_work = replica._worker
+    assert at_work is not None
+    assert at_work.presence.describe().is_healthy
+    monkeypatch.setattr(at_work._gate, "_answers_ping", False)
+    assert not at_work.presence.describe().is_healthy
+    with pytest.raises(WorkerEnded, match="engine does not answer"):
         await replica.check_health()
     await replica.stop()
 
@@ -191,11 +230,11 @@ async def test_a_defect_of_the_executor_is_told_and_the_lease_given_up(
 async def test_the_heartbeat_tells_the_loop_of_lanes_without_an_owner(blueprint: Blueprint) -> None:
     loop = asyncio.get_running_loop()
     heard: list[list[str]] = []
-    worker._call_in(loop, heard.append, ["lane"])
+    presence._call_in(loop, heard.append, ["lane"])
     await asyncio.sleep(0)
     closed = asyncio.new_event_loop()
     closed.close()
-    worker._call_in(closed, heard.append, ["late"])
+    presence._call_in(closed, heard.append, ["late"])
     assert heard == [["lane"]]
 
 

@@ -7,21 +7,24 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from tinsmith import telemetry
 from tinsmith.deployments.sampling_backend import PATIENCE_STEPS, QUEUE_AHEAD, SamplingBackend
-from tinsmith.engines.base import Files, Ticket
+from tinsmith.engines.base import Drawn, Files, Ticket
 from tinsmith.protocol.errors import GateUnavailable, InputTokensExceeded, NotFound, ReasonCode, StateContention, TinsmithError
 from tinsmith.protocol.futures import Outcome
 from tinsmith.protocol.inputs import ModelInput, TextChunk
 from tinsmith.protocol.sampling import Sample, SampledSequence, SampleOutput, SamplingParams, StopReason
-from tinsmith.queue.gate import Gate
+from tinsmith.queue.gate import TRANSFER_S, Gate
 from tinsmith.queue.pool import Finished, Work
+from tinsmith.state.inbox import StreamChunk
 
 MAX_ROWS = 5
 
 
-def work(rid: str, adapter: str | None = None, num_samples: int = 1) -> Work:
+def work(rid: str, adapter: str | None = None, num_samples: int = 1, *, is_watched: bool = False) -> Work:
     prompt = ModelInput((TextChunk(array("i", [1]).tobytes()),))
-    return Work(rid, Sample(prompt=prompt, params=SamplingParams(seed=0), num_samples=num_samples, adapter=adapter))
+    sample = Sample(prompt=prompt, params=SamplingParams(seed=0), num_samples=num_samples, adapter=adapter)
+    return Work(rid, sample, is_watched)
 
 
 class ScriptedEngine:
@@ -39,6 +42,9 @@ class ScriptedEngine:
         self.hang: threading.Event | None = None
         self.threads: set[str] = set()
         self.step_sizes: list[int] = []
+        self.watched: list[Ticket] = []
+        self.news: list[Drawn] = []
+        self.reports = 0
 
     @property
     def num_live(self) -> int:
@@ -64,6 +70,15 @@ class ScriptedEngine:
 
     def cancel(self, ticket: Ticket) -> None:
         self.requests.pop(ticket, None)
+
+    def watch(self, ticket: Ticket) -> None:
+        assert ticket in self.requests
+        self.watched.append(ticket)
+
+    def drawn(self) -> list[Drawn]:
+        self.reports += 1
+        news, self.news = self.news, []
+        return news
 
     def step(self) -> list[tuple[Ticket, SampleOutput | TinsmithError]]:
         self.threads.add(threading.current_thread().name)
@@ -121,7 +136,7 @@ async def artifacts() -> Artifacts:
 async def make_backend(engine: ScriptedEngine, artifacts: Artifacts) -> Callable[[float], SamplingBackend]:
     def make(bound_s: float) -> SamplingBackend:
         gate = Gate(bound_s=bound_s, exclusive=False, ping=engine.ping)
-        return SamplingBackend(engine, gate, artifacts.read, encode)
+        return SamplingBackend(engine, gate, artifacts.read, encode, base="base")
 
     return make
 
@@ -286,7 +301,7 @@ async def test_a_shut_gate_fails_the_requests_and_not_the_loop(engine: ScriptedE
             raise GateUnavailable("shut")
         return call(*args, **kwargs)
 
-    backend = SamplingBackend(engine, call_backend, artifacts.read, encode)  # type: ignore[arg-type]
+    backend = SamplingBackend(engine, call_backend, artifacts.read, encode, base="base")  # type: ignore[arg-type]
     await backend.admit([work("a")])
     shut = True
     assert reasons(await backend.step()) == {"a": ReasonCode.BACKEND_GATE_UNAVAILABLE}
@@ -319,3 +334,89 @@ async def test_large_requests_do_not_shut_the_door_for_long(backend: SamplingBac
     assert backend.room() == 1
     await backend.admit([work("another tenant")])
     assert backend.room() == 0
+
+
+@pytest.mark.proves("R3")
+async def test_loading_an_adapter_has_its_declared_bound_and_everything_else_the_default(
+    engine: ScriptedEngine, artifacts: Artifacts
+) -> None:
+    gate = Gate(bound_s=7, exclusive=False, ping=engine.ping)
+    bounds: dict[str, float] = {}
+
+    async def call_backend(call: Callable[..., object], /, *args: object, **kwargs: object) -> object:
+        bounds[call.__name__] = gate.bound_of(call)
+        return await gate(call, *args, **kwargs)
+
+    backend = SamplingBackend(engine, call_backend, artifacts.read, encode, base="base")  # type: ignore[arg-type]
+    await backend.admit([work("a", "x")])
+    await backend.step()
+    assert bounds == {"add_if_ready": 7, "load_adapter": TRANSFER_S, "add": 7, "step": 7}
+
+
+@pytest.mark.proves("R3")
+async def test_an_adapter_may_take_longer_than_the_default_bound(
+    make_backend: Callable[[float], SamplingBackend], engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = engine.load_adapter
+
+    def load_adapter(key: str, files: Files) -> None:
+        threading.Event().wait(0.3)
+        load(key, files)
+
+    monkeypatch.setattr(engine, "load_adapter", load_adapter)
+    backend = make_backend(0.1)
+    assert await backend.admit([work("a", "x")]) == []
+    engine.done = {"a"}
+    assert reasons(await backend.step()) == {"a": None}
+
+
+async def test_a_request_cancelled_before_its_turn_never_enters(
+    backend: SamplingBackend, engine: ScriptedEngine, artifacts: Artifacts
+) -> None:
+    artifacts.gate.clear()
+    admission = asyncio.create_task(backend.admit([work("slow", "x"), work("behind")]))
+    await artifacts.asked.wait()
+    backend.cancel("behind")
+    artifacts.gate.set()
+    await admission
+    assert [ticket.partition("#")[0] for ticket in engine.requests] == ["slow"]
+
+
+async def test_only_watched_requests_are_watched_in_the_engine_and_told(backend: SamplingBackend, engine: ScriptedEngine) -> None:
+    await backend.admit([work("quiet")])
+    await backend.step()
+    assert (engine.watched, engine.reports) == ([], 0), "nobody watches: nothing is asked"
+    await backend.admit([work("loud", is_watched=True)])
+    (ticket,) = engine.watched
+    engine.news = [Drawn(ticket, 1, 4, [7, 8], [-1.0, -2.0]), Drawn("another#9", 0, 0, [1], [-1.0])]
+    await backend.step()
+    assert backend.take_chunks() == [StreamChunk(rid="loud", sequence=1, offset=4, tokens=[7, 8], logprobs=[-1.0, -2.0])]
+    assert backend.take_chunks() == []
+
+
+async def test_a_request_that_ends_tells_no_more(backend: SamplingBackend, engine: ScriptedEngine) -> None:
+    await backend.admit([work("a", is_watched=True)])
+    (ticket,) = engine.watched
+    engine.news, engine.done = [Drawn(ticket, 0, 0, [7], [-1.0])], {"a"}
+    assert reasons(await backend.step()) == {"a": None}
+    assert backend.take_chunks() == []
+
+
+async def test_a_watched_request_that_runs_again_is_watched_again(backend: SamplingBackend, engine: ScriptedEngine) -> None:
+    await backend.admit([work("good", is_watched=True), work("bad")])
+    engine.poison = "bad"
+    await backend.step()
+    engine.poison = None
+    await backend.step()
+    assert [ticket.partition("#")[0] for ticket in engine.watched] == ["good", "good"]
+
+
+async def test_tokens_of_completed_samples_are_counted(backend: SamplingBackend, engine: ScriptedEngine) -> None:
+    measured: list[telemetry.Measurement] = []
+    with telemetry.recording(measured.append):
+        await backend.admit([work("a"), work("b")])
+        await backend.step()
+        engine.done = {"a", "b"}
+        await backend.step()
+    counted = {one.labels["kind"]: one.value for one in measured if one.name == telemetry.TOKENS}
+    assert counted == {"sampled": 2, "prompt": 2}

@@ -43,7 +43,7 @@ async def executor(lanes: MemoryLanes, tiny_model: BaseModelInfo) -> AsyncIterat
         raise NotFound(f"checkpoint {artifact!r} is unknown")
 
     gate = Gate(bound_s=60, exclusive=False, ping=engine.ping)
-    backend = SamplingBackend(engine, gate, no_artifacts, encode_sample_output)
+    backend = SamplingBackend(engine, gate, no_artifacts, encode_sample_output, base="base")
     executor = PoolExecutor(lanes, "base", REPLICA.id, backend, decode, timeout_s=60)
     yield executor
     gate.close()

@@ -1,6 +1,8 @@
 """Commands to engine calls, and answers to outcomes: results as the wire wants them, artifacts, records, refusals."""
 
+import errno
 import json
+import re
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,18 +14,22 @@ from tinsmith.engines.base import Contents
 from tinsmith.lifecycle.checkpoints import ArtifactKind, artifact_id
 from tinsmith.protocol.errors import InternalError, NotFound, ReasonCode
 from tinsmith.protocol.futures import Outcome, State
-from tinsmith.protocol.sessions import CheckpointKind, CheckpointRecord, SamplerRecord
+from tinsmith.protocol.sessions import CheckpointKind, CheckpointRecord, ModelRecord, SamplerRecord
 from tinsmith.protocol.tinker_pb2 import ForwardBackwardOutput
 from tinsmith.protocol.training import (
     CreateModel,
     Kind,
     LoadWeights,
+    LrSchedule,
     SaveWeights,
     SaveWeightsForSampler,
+    SgdParams,
     TrainingCommand,
+    TrainStep,
 )
+from tinsmith.protocol.wire import decode_compute_output
 from tinsmith.queue.executor import Ready
-from tinsmith.state.catalog import checkpoint_write
+from tinsmith.state.catalog import checkpoint_write, model_write
 from tinsmith.state.lanes import Entry, LaneInfo
 
 INFO = LaneInfo(
@@ -36,11 +42,21 @@ INFO = LaneInfo(
     token=4,
     durable=-1,
     snapshot=None,
-    pending=1,
+    num_pending=1,
     held_bytes=0,
-    high=9,
+    last_seq=9,
 )
 PATH = f"tinker://{lane_of()}/weights/mine"
+MODEL = ModelRecord(
+    tenant=TENANT,
+    session_id=SESSION,
+    model_id=lane_of(),
+    base_model=BASE,
+    lora=LORA,
+    optimizer=SgdParams(momentum=0.9),
+    schedule=LrSchedule(kind="cosine", total_steps=9),
+    created_ms=1,
+)
 
 
 class Backend:
@@ -73,13 +89,14 @@ def result_of(outcome: Outcome) -> dict[str, object]:
 
 def reason_of(outcome: Outcome) -> ReasonCode:
     assert outcome.failure is not None
-    assert not outcome.tainted
+    assert not outcome.is_tainted
     return outcome.failure.reason
 
 
 @pytest.fixture
 async def backend(tmp_path: Path) -> AsyncIterator[Backend]:
     world = World(tmp_path)
+    world.store.apply([model_write(MODEL)])
     backend = Backend(world, world.build("a", capacity=2))
     assert result_of(await backend.run(CreateModel(lora=LORA))) == {"model_id": lane_of(), "type": "create_model"}
     yield backend
@@ -93,6 +110,19 @@ async def test_compute_answers_protobuf_and_a_step_json(backend: Backend) -> Non
     assert set(message.metrics) == {"loss:sum"}
     step = result_of(await backend.run(optim()))
     assert set(step) == {"metrics"}
+
+
+async def test_a_train_step_and_an_evaluation_answer_protobuf(backend: Backend) -> None:
+    outcome = await backend.run(TrainStep(train(1, 2, 3), optim()))
+    assert outcome.result is not None
+    output = decode_compute_output(outcome.result)
+    assert set(output.metrics) == {"loss:sum", "unclipped_grad_l2:mean"}
+    assert [tensor.shape for tensor in output.logprobs] == [(3,)]
+    outcome = await backend.run(replace(train(1, 2, 3, backward=False), metrics_only=True))
+    assert outcome.result is not None
+    output = decode_compute_output(outcome.result)
+    assert (output.logprobs, set(output.metrics)) == ((), {"loss:sum", "nll:sum", "tokens:sum", "weight:sum"})
+    assert reason_of(await backend.run(TrainStep(train(99_999), optim()))) is ReasonCode.VALIDATION_FAILED
 
 
 async def test_commands_of_one_lane_can_share_a_call(backend: Backend) -> None:
@@ -125,6 +155,7 @@ async def test_save_weights_names_a_durable_checkpoint(backend: Backend) -> None
     assert record.path == PATH
     assert (record.tenant, record.session_id, record.run_id, record.kind) == (TENANT, SESSION, lane_of(), CheckpointKind.TRAINING)
     assert (record.lora, record.base_model, record.user_metadata) == (LORA, BASE, {"k": "v"})
+    assert (record.optimizer, record.schedule) == (MODEL.optimizer, MODEL.schedule)
     assert record.size_bytes == sum(map(len, files.values()))
     assert record.expires_ms == backend.world.now_ms + 60_000
 
@@ -207,13 +238,35 @@ async def test_a_load_that_fails_leaves_no_trace(backend: Backend, is_new: bool)
     engine.create_adapter("another", LORA)
 
 
-async def test_a_failure_of_the_storage_is_raised(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(artifact: str, files: object) -> None:
-        raise OSError("disk full")
+@pytest.mark.parametrize(
+    ("error", "condition"),
+    [
+        (
+            OSError(errno.ENOSPC, "No space left on device", "/srv/secret"),
+            "is full: nothing was saved, .*; ask the operator for space, then save",
+        ),
+        (OSError(errno.EROFS, "Read-only file system", "/srv/secret"), r"failed \(Read-only file system\): nothing was saved"),
+        (OSError("/srv/secret is odd"), r"failed \(unknown\): nothing was saved"),
+    ],
+)
+async def test_a_save_that_the_storage_refuses_fails_and_says_why_without_a_path(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: OSError, condition: str
+) -> None:
+    def refuse(artifact: str, files: object) -> None:
+        raise error
 
-    monkeypatch.setattr(backend.world.checkpoints, "write", full)
-    with pytest.raises(OSError, match="disk full"):
-        await backend.run(SaveWeights(name="mine"))
+    before = backend.replica.engine.capture(lane_of(), Contents.SNAPSHOT)
+    monkeypatch.setattr(backend.world.checkpoints, "write", refuse)
+    for command in (SaveWeights(name="mine"), SaveWeightsForSampler(name="mine")):
+        outcome = await backend.run(command)
+        assert reason_of(outcome) is ReasonCode.INTERNAL_ERROR
+        assert outcome.failure is not None
+        assert re.search(condition, outcome.failure.message)
+        assert "/srv" not in outcome.failure.message
+    assert "/srv/secret" in caplog.text
+    assert backend.replica.engine.capture(lane_of(), Contents.SNAPSHOT) == before
+    with pytest.raises(InternalError, match=condition):
+        await backend.replica.backend.snapshot(INFO, 1)
 
 
 async def test_a_snapshot_is_restored_with_what_came_after_it(backend: Backend) -> None:

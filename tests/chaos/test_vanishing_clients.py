@@ -1,0 +1,133 @@
+"""Callers that vanish: half way through a request, while they wait, while they are told tokens, and for good."""
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.chaos.matrix import Matrix, Row
+from tests.chaos.scene import E_S, LEASE_S, PASS_S, PROMPT_S, RESTART_S, Caller, Keys, Task, faulty, start, until
+from tests.redis_server import RedisServer
+from tests.server_process import ServerProcess
+from tinsmith.engines.fake_faults import Fault
+from tinsmith.protocol import native
+
+NUM_VANISHED = 100
+SILENCE_S = 20.0  # of a session before it ends: longer than any of these tests takes
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[RedisServer]:
+    with RedisServer() as redis:
+        yield redis
+
+
+@pytest.fixture(scope="module")
+def server(redis: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    execution = {"session_timeout_s": SILENCE_S, "timeout_s": 30.0}
+    with start(tmp_path_factory.mktemp("checkpoints"), redis_url=redis.url, execution=execution) as server:
+        yield server
+
+
+@pytest.fixture
+def caller(server: ServerProcess) -> Iterator[Caller]:
+    with Caller(server.url) as caller:
+        yield caller
+
+
+def half_a_request(url: str, path: str, body: bytes) -> None:
+    """Announce a body, send half of it, and be gone."""
+    parts = urlsplit(url)
+    with socket.create_connection((parts.hostname, parts.port)) as connection:
+        head = f"POST {path} HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode() + body[: len(body) // 2])
+
+
+def a_request_without_a_reader(url: str, path: str, body: bytes) -> None:
+    """Send it whole, and be gone before its answer."""
+    parts = urlsplit(url)
+    with socket.create_connection((parts.hostname, parts.port)) as connection:
+        head = f"POST {path} HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode() + body)
+        time.sleep(0.01)
+
+
+def test_callers_vanish_half_way_through_their_requests(server: ServerProcess, caller: Caller, redis: RedisServer, matrix: Matrix) -> None:
+    model = caller.model()
+    body = json.dumps({"model_id": model.id, "seq_id": 1, "texts": ["a" * 10_000]}).encode()
+    began = time.monotonic()
+    for _ in range(NUM_VANISHED):
+        half_a_request(server.url, f"{native.PREFIX}/forward", body)
+    ended = model.forward().end(PROMPT_S)
+    assert ended.saw == "completed", "seq 1 is still free"
+    seconds = time.monotonic() - began
+    check_gone(caller, redis)
+    matrix.note(Row("callers", "vanish mid-request", f"{NUM_VANISHED} x forward", "", seconds, 2 * PROMPT_S, "answer", "the seq id: free"))
+
+
+def test_callers_vanish_from_their_long_polls(server: ServerProcess, caller: Caller, redis: RedisServer, matrix: Matrix) -> None:
+    model = caller.model()
+    task = model.submit(native.Forward, **faulty(Fault.SLEEP, 1500))
+    body = json.dumps({"request_id": task.request_id}).encode()
+    for _ in range(NUM_VANISHED):
+        a_request_without_a_reader(server.url, f"{native.PREFIX}/retrieve_future", body)
+    ended = task.end(1.5 + PROMPT_S)
+    assert ended.saw == "completed"
+    until(lambda: sum(held["num_used"] for held in caller.processes("gateway")) <= 1, LEASE_S + PROMPT_S, "polls without a caller")
+    then = f"the same model: {model.forward().end(PROMPT_S).saw}; no poll is held"
+    check_gone(caller, redis)
+    matrix.note(Row("callers", "vanish from a long poll", f"{NUM_VANISHED} polls", ended.saw, ended.seconds, 6.5, "call + answer", then))
+
+
+def test_callers_vanish_from_their_streams(server: ServerProcess, caller: Caller, redis: RedisServer, matrix: Matrix) -> None:
+    sampler = caller.sampler()
+    vanished: list[Task] = []
+    for _ in range(8):
+        body = sampler.body(1, 2, max_tokens=8000)
+        with caller.http.stream("POST", "/sample_stream", json=body) as response:
+            lines = map(json.loads, response.iter_lines())
+            request_id = next(lines)["request_id"]
+            vanished.append(Task(caller, request_id, time.monotonic()))
+            assert next(lines)["type"] == "delta"
+    caller.request_ids += [task.request_id for task in vanished]
+    ended = [task.end(E_S + PROMPT_S) for task in vanished]
+    assert {end.saw for end in ended} == {"cancelled"}
+    until(lambda: [held["num_used"] for held in caller.processes("sampler")] == [0], LEASE_S + PROMPT_S, "rows without a caller")
+    then = f"another sample: {sampler.sample(1, 2).end(PROMPT_S).saw}; no row is held"
+    check_gone(caller, redis)
+    seconds = max(end.seconds for end in ended)
+    matrix.note(Row("callers", "vanish mid-stream", "8 streams", "cancelled", seconds, E_S + PROMPT_S, "step + answer", then))
+
+
+def test_a_caller_that_never_comes_back_leaves_nothing(server: ServerProcess, redis: RedisServer, matrix: Matrix) -> None:
+    """It is killed with work in the queue, and no request of its own ends anything."""
+    ghost = Caller(server.url)
+    model = ghost.model()
+    waiting = [model.submit(native.Forward, **faulty(Fault.SLEEP, 25_000)) for _ in range(2)]
+    began = time.monotonic()
+    ghost.http.close()
+    bound_s = SILENCE_S + PASS_S + PROMPT_S
+    with Caller(server.url) as caller:
+        ended = [Task(caller, task.request_id, began).end(bound_s) for task in waiting]
+        assert {end.saw for end in ended} == {"session_ended"}
+        bound = "silence + janitor's pass + answer"
+        until(lambda: [held["num_used"] for held in caller.processes("trainer")] == [0], 30 + RESTART_S, "slots of a silent session")
+        check_keys(ghost, redis)
+        with Caller(server.url) as another:
+            then = f"another session's model: {another.model().forward().end(PROMPT_S).saw}; its slot and its keys: gone"
+    seconds = max(end.seconds for end in ended)
+    matrix.note(Row("callers", "killed for good", "2 commands queued", "session_ended", seconds, bound_s, bound, then))
+
+
+def check_gone(caller: Caller, redis: RedisServer) -> None:
+    caller.end_session()
+    check_keys(caller, redis)
+
+
+def check_keys(caller: Caller, redis: RedisServer) -> None:
+    keys = Keys(redis.url)
+    until(lambda: keys.leaked(caller) == [], PASS_S + LEASE_S + RESTART_S, "keys of an ended session")
+    keys.close()
