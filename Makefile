@@ -83,5 +83,5 @@ proto: ## generate the protobuf module from our .proto
 	out/protoc/bin/python -m grpc_tools.protoc -Isrc --python_out=src --pyi_out=src src/tinsmith/protocol/tinker.proto
 
 clean: ## remove what the targets made, the virtual environment included
-	rm -rf $(VENV) out site build dist .coverage* .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) out site build dist .coverage* .hypothesis .schemathesis .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
