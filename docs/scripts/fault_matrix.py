@@ -32,11 +32,15 @@ short; [time bounds](time-bounds.md) has the defaults.
 | lease | of a process (`execution.lease_s`) | 2 s |
 | grace | of a missing seq id (`execution.hole_grace_s`) | 3 s |
 | pass | from one pass of the janitor to the next | 5 s |
-| restart | from a death to a replica that serves | 40 s: 3 to 6 s on a quiet machine, several times that on a busy one |
+| retry | the longest pause between two tries to reach the store | 5 s |
+| silence | after which a session ends (`execution.session_timeout_s`) | 20 s |
+| restart | from a death to a replica that serves | 40 s; 2 to 7 s where little is done beside |
+| transfer | tens of MiB, sent, read and refused | 30 s |
 | answer | a request that waits for nothing, while a process starts beside it | 5 s |
 
 A hang is a call that never returns: its caller is told after the call's own bound, and the replica is replaced after twice that. An exit
 ends the process in the call, each time it is tried; the third worker that dies of a command ends it, and until then its caller waits.
+Others are served again within twice the bound of the call and a restart after a hang began, and within a restart after an exit.
 """
 HEADINGS = {
     "trainer": "Calls of a trainer's engine",

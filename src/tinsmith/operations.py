@@ -32,6 +32,10 @@ class OperationFailed(Exception):
         self.status_code = status_code
 
 
+class ProcessNotThere(OperationFailed):
+    """The server has no process of that id; it may have been replaced."""
+
+
 class Operations:
     """One server, seen by its operator. A context manager. Every method raises OperationFailed."""
 
@@ -66,30 +70,52 @@ class Operations:
         return self._read("/sessions", SessionList)
 
     def drain(self, process_id: str, *, within_s: float = PROCESS_S) -> None:
-        """Replace one process: return when it is gone and as many healthy ones of its role and base model serve as before."""
+        """Replace one process: return when it is gone and a new healthy one of its role and base model serves. Raises ProcessNotThere."""
         before = self.status()
         process = next((candidate for candidate in before.processes if candidate.process_id == process_id), None)
         if process is None:
-            raise OperationFailed(f"--process: {process_id!r} is not there; `tinsmith status` lists those that are")
+            raise ProcessNotThere(f"--process: {process_id!r} is not there; `tinsmith status` lists those that are")
         known = {peer.process_id for peer in before.processes}
-        deadline = self._clock() + within_s
         ordered_at = float("-inf")
-        while (said := self._undone(process, known)) is not None:
-            if self._clock() >= deadline:
-                raise OperationFailed(f"{_name(process)} {said} after {within_s:g} s; the server's log says why")
+        for said in self._waiting(process, lambda: self._undone(process, known), within_s):
             if said == _NOT_DRAINING and self._clock() - ordered_at >= ORDER_S:
                 self._order(process_id)
                 ordered_at = self._clock()
-            self._sleep(POLL_S)
 
     def drain_all(self) -> Iterator[ProcessStatus]:
-        """Replace every process that serves now, one at a time; yields each before its turn."""
-        processes = self.status().processes
+        """Replace every process that serves now, one at a time; yields each before its turn. One that another has replaced meanwhile is
+        done, once as many of its role and base model serve as did at the start."""
+        status = self.status()
         for role in ROLES:
-            for process in processes:
-                if process.role == role:
-                    yield process
+            for process in status.processes:
+                if process.role != role:
+                    continue
+                yield process
+                try:
                     self.drain(process.process_id)
+                except ProcessNotThere:
+                    self._await_peers(process, len(_serving(status, process)))
+
+    def _await_peers(self, process: ProcessStatus, count: int) -> None:
+        """Return when that many serve in its place."""
+
+        def missing() -> str | None:
+            try:
+                return None if len(_serving(self.status(), process)) >= count else _NOT_REPLACED
+            except _Unreachable:
+                return _NOT_ANSWERED
+
+        for _ in self._waiting(process, missing, PROCESS_S):
+            pass
+
+    def _waiting(self, process: ProcessStatus, undone: Callable[[], str | None], within_s: float) -> Iterator[str]:
+        """Yields what is waited for, from look to look, until nothing is. Raises OperationFailed after `within_s`."""
+        deadline = self._clock() + within_s
+        while (said := undone()) is not None:
+            if self._clock() >= deadline:
+                raise OperationFailed(f"{_name(process)} {said} after {within_s:g} s; the server's log says why")
+            yield said
+            self._sleep(POLL_S)
 
     def _undone(self, process: ProcessStatus, known: set[str]) -> str | None:
         """What the replacement still waits for; None when it is done. A gateway that is leaving may end the connection that asks."""

@@ -29,7 +29,7 @@ PASS_S = 5.0  # of the janitor, from pass to pass
 SLOW_MS = 800
 SNAPSHOT_ENGINE_S = 0.5  # below a slow call, so that one makes its model due for a snapshot
 # From a death, or from the end of a bound, to a replica that serves: Serve asks for health every 2 s and starts a process, which imports
-# the server: 3 to 6 s on a quiet machine of two cores, and six times that where the tests keep both of them busy.
+# the server. 2 to 7 s were measured on two cores that did little beside; starts of whole servers took five times as long on busy ones.
 RESTART_S = 40.0
 PROMPT_S = 5.0  # an answer that waits for nothing, on a machine that starts a process at the same time
 RETRY_S = 0.2

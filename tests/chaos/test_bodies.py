@@ -56,6 +56,10 @@ def zeros(size: int) -> bytes:
     return b"".join([*pieces, compressor.flush()])
 
 
+def bomb(content: bytes) -> Oversized:
+    return Oversized(f"zstd bomb: 1 GiB in {len(content) // 1024} KiB", content, ZSTD)
+
+
 def windowed(log: int) -> bytes:
     parameters = zstandard.ZstdCompressionParameters.from_level(3, window_log=log)
     compressor = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
@@ -79,7 +83,7 @@ def nested(depth: int) -> bytes:
 BUILDERS: list[Callable[[], Oversized]] = [
     lambda: Oversized("wire: 64 MiB + 1", padded(MAX_WIRE)),
     lambda: Oversized("decoded: zstd of 65 MiB", zeros(MAX_DECODED + MIB), ZSTD),
-    lambda: Oversized("zstd bomb: 1 GiB in 100 KB", zeros(GIB), ZSTD),
+    lambda: bomb(zeros(GIB)),
     lambda: Oversized("zstd window: 16 MiB", windowed(24), ZSTD, "invalid_request"),
     lambda: Oversized("command: 2.1 M ids, over 16 MiB", rows(300, MAX_COMMAND // 8 // 300 + 10), reason="validation_failed"),
     lambda: Oversized("datums: 4,097", rows(MAX_DATUMS + 1, 1)),

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from tinsmith.protocol import native
 
 ROOT = Path(__file__).resolve().parents[2]
 ZONES = ("America/Los_Angeles", "Asia/Tokyo")
-SUITE_S = 900.0  # 3 to 5 minutes with two cores of their own
+SUITE_S = 900.0  # 5 minutes were measured
 STAMP = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")  # of a line of the log
 
 
@@ -42,11 +43,19 @@ def test_a_server_in_another_time_zone_tells_utc(matrix: Matrix, tmp_path: Path,
 
 
 @pytest.mark.timeout(2 * SUITE_S)
-@pytest.mark.parametrize("zone", ZONES)
-def test_the_unit_and_contract_tests_pass_in_another_time_zone(matrix: Matrix, zone: str) -> None:
-    began = time.monotonic()
+def test_the_unit_and_contract_tests_pass_in_other_time_zones(matrix: Matrix) -> None:
+    """One process a zone, side by side: each keeps one core busy."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "tests/unit", "tests/contract"]
-    ended = subprocess.run(command, cwd=ROOT, env=os.environ | {"TZ": zone}, capture_output=True, text=True, check=False, timeout=SUITE_S)
-    assert ended.returncode == 0, ended.stdout[-6000:] + ended.stderr[-2000:]
-    passed = ended.stdout.strip().splitlines()[-1].split(" in ")[0]
-    matrix.note(Row("time zones", f"TZ={zone}", "unit and contract tests", passed, time.monotonic() - began, SUITE_S, "", ""))
+    began = time.monotonic()
+    with ThreadPoolExecutor(len(ZONES)) as threads:
+        runs = list(threads.map(lambda zone: in_zone(zone, command), ZONES))
+    for zone, ended in zip(ZONES, runs, strict=True):
+        assert ended.returncode == 0, zone + ended.stdout[-6000:] + ended.stderr[-2000:]
+        passed = ended.stdout.strip().splitlines()[-1].split(" in ")[0]
+        seconds = time.monotonic() - began
+        matrix.note(Row("time zones", f"TZ={zone}", "unit and contract tests", passed, seconds, SUITE_S, "", ""))
+
+
+def in_zone(zone: str, command: list[str]) -> "subprocess.CompletedProcess[str]":
+    env = os.environ | {"TZ": zone}
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=SUITE_S)

@@ -3,14 +3,16 @@
 import asyncio
 import logging
 import math
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import pytest
 
-from tests.fakes.in_process import BASE, InProcessServer, serve
+from tests.fakes.in_process import BASE, Cast, InProcessServer, serve
 from tinsmith.client import (
     AdamWConfig,
     AsyncClient,
@@ -108,6 +110,50 @@ def test_a_stream_tells_the_tokens_of_the_result(client):
     assert (frames[0].type, frames[-1].type) == ("start", "done")
     told = [token for frame in frames if frame.type == "delta" for token in frame.tokens]
     assert told == list(frames[-1].result.sequences[0].tokens)
+
+
+@pytest.mark.proves("R32")
+def test_a_gateway_that_stops_costs_a_stream_no_token(tmp_path):
+    """It ends its streams; the next try goes to the one that has taken its place, and follows the sample that has run on."""
+    steps = threading.Semaphore(2)
+    with serve(tmp_path, Cast(before_step=lambda _: steps.acquire(timeout=20))) as server, Client(server.url) as client:
+        with client.sampling(base_model=BASE).stream(prompt_ids=[1, 2], max_tokens=8, stop=[]) as stream:
+            frames = [next(stream), next(stream)]
+            server.loop.call_soon_threadsafe(server.services.polls.end)
+            while server.services.streams.num_open > 0:
+                time.sleep(0.005)
+            server.services.polls.are_ending = False
+            steps.release(1000)
+            frames += stream
+    told = [token for frame in frames if frame.type == "delta" for token in frame.tokens]
+    assert told == list(frames[-1].result.sequences[0].tokens)
+    assert len(told) == 8
+    assert server.samplers["sampler"].engine.calls["add"] == 1
+
+
+@pytest.mark.proves("R32")
+@pytest.mark.parametrize(("grace_s", "num_drawn"), [(10, 1), (0, 2)], ids=["in time", "too late"])
+def test_a_stream_whose_first_answer_is_lost_is_had_all_the_same(tmp_path, grace_s, num_drawn):
+    lost: list[httpx.Response] = []
+
+    class Lossy(httpx.AsyncHTTPTransport):
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            response = await super().handle_async_request(request)
+            if request.url.path.endswith("/sample_stream") and not lost:
+                lost.append(response)
+                await response.aclose()
+                raise httpx.ReadError("the connection broke")
+            return response
+
+    with serve(tmp_path, Cast(before_step=lambda _: time.sleep(0.05))) as server:
+        server.services.streams.grace_s = grace_s
+        with Client(server.url, transport=Lossy()) as client:
+            stream = client.sampling(base_model=BASE).stream(prompt_ids=[1, 2], max_tokens=60, stop=[])
+            frames = list(stream)
+        told = [token for frame in frames if frame.type == "delta" for token in frame.tokens]
+        assert told == list(frames[-1].result.sequences[0].tokens)
+        assert len(told) == 60
+        assert server.samplers["sampler"].engine.calls["add"] == num_drawn
 
 
 def test_what_can_be_asked_of_the_server(client, training):

@@ -249,6 +249,18 @@ def test_a_key_comes_from_the_command_line_or_the_environment(stub: type[StubSer
     assert [key for _, key in stub.asked] == ["from the environment", "given"]
 
 
+@pytest.mark.parametrize("key", ["clé", "a\nb", "\udcff"])
+def test_a_key_that_no_header_can_hold_is_a_fault_of_one_line(
+    key: str, stub: type[StubServer], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli.main(["status", "--api-key", key]) == 2
+    assert capsys.readouterr().err == "--api-key: must be printable ASCII; pass the key as it was issued\n"
+    monkeypatch.setattr(cli, "operator_key", lambda: key)
+    assert cli.main(["drain", "--all"]) == 2
+    assert capsys.readouterr().err == "TINSMITH_API_KEY: must be printable ASCII; pass the key as it was issued\n"
+    assert stub.asked == []
+
+
 def test_a_server_that_refuses_exits_with_1(stub: type[StubServer], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["drain", "--process", "none"]) == 1
     assert capsys.readouterr().err == "--process: 'none' is not there; look\n"

@@ -61,7 +61,7 @@ def test_every_field_is_described() -> None:
         ({"execution": {"long_poll_s": 41}}, "execution.long_poll_s: 41 is too large; use 40.0 or less"),
         ({"execution": {"inline_wait_s": 5, "long_poll_s": 5}}, "execution: inline_wait_s 5 is not below long_poll_s 5; lower it"),
         ({"limits": {"requests_per_s": -1}}, "limits.requests_per_s: -1 is too small; use 0.0 or more"),
-        ({"telemetry": {"otlp_endpoint": "collector:4318"}}, "telemetry.otlp_endpoint: 'collector:4318' does not fit (String should match pattern '^https?://'); mend the value"),  # noqa: E501
+        ({"telemetry": {"otlp_endpoint": "collector:4318"}}, "telemetry.otlp_endpoint: 'collector:4318' names no collector; write http://HOST:PORT or https://HOST:PORT"),  # noqa: E501
         ({"execution": {"threads": "many"}}, "execution.threads: 'many' does not fit (Input should be a valid integer, unable to parse string as an integer); mend the value"),  # noqa: E501
         ({"store": {"kind": "sqlite"}}, "store.kind: 'sqlite' is not one of 'memory' or 'redis'; choose one of them"),
         ({"store": {"url": "redis://h"}}, "store: url is for kind: redis; set kind: redis, or remove url"),
@@ -87,7 +87,11 @@ def test_every_field_is_described() -> None:
         ({"gateway": {1: 2}}, "gateway.1: no such field: a name must be text; remove it"),
         ({"gateway": None}, "gateway: None is no section; write its fields below it, or leave it out"),
         ({"gateway": {"allowed_hosts": []}}, "gateway.allowed_hosts: empty; add at least 1 entry"),
-        ({"ray": {"address": ""}}, "ray.address: '' does not fit (String should have at least 1 character); mend the value"),
+        ({"ray": {"address": ""}}, "ray.address: '' names no cluster; write auto, or HOST:PORT"),
+        ({"checkpoints": {"dir": " "}}, "checkpoints.dir: empty; name a directory, or leave it out"),
+        ({"execution": {"long_poll_s": True}}, "execution.long_poll_s: true is no number; write one"),
+        ({"ray": {"num_cpus": False}}, "ray.num_cpus: false is no number; write one"),
+        ({"telemetry": {"metrics": 1}}, "telemetry.metrics: 1 is neither true nor false; write one of them"),
         ({"models": [{**MODEL, "max_context": 1}]}, "models.0.max_context: 1 is too small; use 2 or more"),
     ],
 )  # fmt: skip
@@ -119,6 +123,32 @@ def test_a_redis_url_that_cannot_be_used_is_a_fault_and_shows_no_password(url: s
 def test_redis_urls_in_every_form_are_accepted() -> None:
     for url in ("redis://h", "redis://h/", "redis://u:p@h:1/3", "unix:///run/redis.sock?db=2", "rediss://[::1]:1/0?ssl_ca_certs=/ca.pem"):
         assert validate({"models": [MODEL], "store": {"kind": "redis", "url": url}}).store.url == url
+
+
+@pytest.mark.parametrize(
+    "url", ["", "http://", "http:///traces", "http://:4318", "http://h:0", "http://h:65536", "http://[::1", "http://a b", "ftp://h"]
+)
+def test_an_endpoint_without_a_host_is_a_fault(url: str) -> None:
+    assert faults(telemetry={"otlp_endpoint": url}) == [
+        f"telemetry.otlp_endpoint: {url!r} names no collector; write http://HOST:PORT or https://HOST:PORT"
+    ]
+
+
+def test_a_faulty_endpoint_shows_no_password() -> None:
+    (line,) = faults(telemetry={"otlp_endpoint": "http://me:secret@h:port"})
+    assert "'http://***@h:port'" in line
+
+
+@pytest.mark.parametrize("address", ["nope:::", "nope", "h:0", "h:65536", ":6379", "ray://h:10001", "a b:1"])
+def test_an_address_that_names_no_cluster_is_a_fault(address: str) -> None:
+    assert faults(ray={"address": address}) == [f"ray.address: {address!r} names no cluster; write auto, or HOST:PORT"]
+
+
+def test_endpoints_and_addresses_in_every_form_are_accepted() -> None:
+    for url in ("http://h:4318", "https://collector.example/v1", "http://[::1]:4318"):
+        assert validate({"models": [MODEL], "telemetry": {"otlp_endpoint": url}}).telemetry.otlp_endpoint == url
+    for address in ("auto", "10.0.0.1:6379", "ray-head.default.svc:6379", "[::1]:6379"):
+        assert validate({"models": [MODEL], "ray": {"address": address}}).ray.address == address
 
 
 @pytest.mark.proves("R56", "R4")
@@ -174,6 +204,26 @@ def test_a_file_that_is_no_tree_is_a_fault(tmp_path: Path, text: str, expected: 
     with pytest.raises(ConfigError, match=expected) as caught:
         load(path)
     assert len(caught.value.faults) == 1
+
+
+def test_every_repeated_key_is_a_fault_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "server.yaml"
+    path.write_text(
+        "gateway: {port: 1}\nmodels:\n  - name: a/b\n    'name': c/d\ngateway: {port: 2, port: 3}\nlogs: &l\n  level: INFO\nx: *l\n"
+    )
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    assert caught.value.faults == [
+        f"{path}: line 4: 'name' is there already, on line 3; keep one of the two",
+        f"{path}: line 5: 'gateway' is there already, on line 1; keep one of the two",
+        f"{path}: line 5: 'port' is there already, on line 5; keep one of the two",
+    ]
+
+
+def test_a_key_that_overrides_a_merged_one_is_no_repeat(tmp_path: Path) -> None:
+    path = tmp_path / "server.yaml"
+    path.write_text("models:\n  - &m {name: a/b, max_context: 8}\n  - {<<: *m, name: c/d}\n")
+    assert [(model.name, model.max_context) for model in load(path).models] == [("a/b", 8), ("c/d", 8)]
 
 
 def test_a_tree_that_aliases_make_huge_is_named_and_not_printed(tmp_path: Path) -> None:

@@ -164,6 +164,29 @@ def test_all_processes_are_replaced_one_at_a_time_samplers_first_and_gateways_la
     assert set(server.processes) == {"s1'", "t1'", "g1'", "g2'"}
 
 
+def test_a_process_that_another_restart_has_replaced_meanwhile_is_done_once_its_successor_serves(
+    operations: Operations, server: Server
+) -> None:
+    """The second gateway is gone when its turn comes, and its successor comes after a while, in which the status may not be had."""
+    looks: list[int] = []
+    turns = operations.drain_all()
+    seen = [next(turns).process_id for _ in range(4)]
+    del server.processes["g2"]
+
+    def sleep(seconds: float) -> None:
+        server.time_s += seconds
+        looks.append(server.num_looks)
+        server.away_while = lambda _: len(looks) == 2
+        if len(looks) == 4:
+            server.processes["late"] = process("late", "gateway", None)
+
+    operations._sleep = sleep
+    assert list(turns) == []
+    assert seen == ["s1", "t1", "g1", "g2"]
+    assert len(looks) == 4
+    assert [name for _, name in server.orders] == ["s1", "t1", "g1"]
+
+
 def test_a_process_that_is_not_there_is_named(operations: Operations) -> None:
     with pytest.raises(OperationFailed, match=r"--process: 'x' is not there; `tinsmith status` lists those that are"):
         operations.drain("x")

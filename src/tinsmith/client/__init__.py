@@ -18,8 +18,9 @@ from tinsmith.client.errors import (
     WaitTimedOut,
 )
 from tinsmith.client.futures import AsyncFuture
-from tinsmith.client.sampling import AsyncSamplingClient, AsyncStream
+from tinsmith.client.sampling import AsyncSamplingClient
 from tinsmith.client.service import AsyncClient
+from tinsmith.client.streams import AsyncStream
 from tinsmith.client.sync import Client, Future, SamplingClient, Stream, TrainingClient
 from tinsmith.client.training import AsyncTrainingClient
 from tinsmith.protocol.envelopes import QueueState, TaskEnvelope

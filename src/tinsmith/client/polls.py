@@ -30,6 +30,7 @@ class Polls:
 
     async def next(self, request_id: str) -> TaskEnvelope:
         """The task's envelope, at once if it has ended, else after its end or the server's window. Raises as `Transport.post`."""
+        self._transport.check_loop()
         waiter: asyncio.Future[TaskEnvelope] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(request_id, []).append(waiter)
         self._start()

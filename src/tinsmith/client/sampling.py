@@ -3,28 +3,20 @@
 Knows nothing of training; its model never changes.
 """
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+import secrets
+from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import count
-from types import TracebackType
-from typing import Self
-
-from pydantic import ValidationError
 
 from tinsmith.client.arrays import IntArrayLike, int_array
-from tinsmith.client.errors import (
-    ClientError,
-    ClientValidationError,
-    ConnectionFailed,
-    Report,
-    TaskFailed,
-    UnexpectedAnswer,
-    checked_arguments,
-)
+from tinsmith.client.errors import ClientValidationError, checked_arguments
 from tinsmith.client.futures import AsyncFuture, Tasks, reader
-from tinsmith.client.transport import Transport, unreadable
+from tinsmith.client.streams import AsyncStream
 from tinsmith.protocol import native
 from tinsmith.protocol.native import ChatMessage
-from tinsmith.protocol.native_answers import SampleResult, StreamFrame
+from tinsmith.protocol.native_answers import SampleResult
+
+_SEED_BITS = 31  # of a seed that is drawn here
 
 Messages = Sequence[ChatMessage | Mapping[str, str]]
 
@@ -96,10 +88,11 @@ class AsyncSamplingClient:
         stop_token_ids: Sequence[int] | None = None,
         prompt_logprobs: bool = False,
         topk_prompt_logprobs: int = 0,
-    ) -> "AsyncStream":
+    ) -> AsyncStream:
         """As `sample`, told while the tokens are drawn: `async for frame in stream`. The last frame (`done`) holds the whole result.
 
-        Nothing is sent before the first frame is asked for. Raises ClientValidationError.
+        A stream without a seed gets one, so that a sample that has to be drawn again has the same tokens. Nothing is sent before the first
+        frame is asked for. Raises ClientValidationError.
         """
         request = self._request(
             native.SampleStream,
@@ -111,13 +104,13 @@ class AsyncSamplingClient:
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
-            seed=seed,
+            seed=secrets.randbits(_SEED_BITS) if seed is None else seed,
             stop=stop,
             stop_token_ids=stop_token_ids,
             prompt_logprobs=prompt_logprobs,
             topk_prompt_logprobs=topk_prompt_logprobs,
         )
-        return AsyncStream(self._tasks.transport, request)
+        return AsyncStream(self._tasks.transport, request, partial(next, self._numbers))
 
     def _request(
         self,
@@ -158,55 +151,6 @@ class AsyncSamplingClient:
                 prompt_logprobs=prompt_logprobs,
                 topk_prompt_logprobs=topk_prompt_logprobs,
             )
-
-
-class AsyncStream:
-    """An async iterator of frames. Closing it early (`aclose`, or leaving `async with`) closes the request, and the server then frees
-    what it drew with. An `error` frame raises TaskFailed; a connection that ends before the last frame raises ConnectionFailed."""
-
-    def __init__(self, transport: Transport, request: native.Sample) -> None:
-        self._frames = _frames(transport, request)
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> StreamFrame:
-        return await anext(self._frames)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        await self.aclose()
-
-    async def aclose(self) -> None:
-        await self._frames.aclose()
-
-
-async def _frames(transport: Transport, request: native.Sample) -> AsyncGenerator[StreamFrame, None]:
-    async with transport.stream(request) as lines:
-        async for line in lines:
-            frame = _frame(line)
-            if frame.type == "error":
-                raise _failure(frame)
-            yield frame
-            if frame.type == "done":
-                return
-    raise ConnectionFailed("the stream ended before its last frame; ask again", may_have_arrived=True)
-
-
-def _frame(line: str) -> StreamFrame:
-    try:
-        return StreamFrame.model_validate_json(line)
-    except ValidationError as error:
-        unreadable(error, "a line of the stream")
-
-
-def _failure(frame: StreamFrame) -> ClientError:
-    """What the last line of a stream that failed says."""
-    if frame.error is None:
-        return UnexpectedAnswer("the stream failed and its last line does not say why; ask for the sample again")
-    return TaskFailed(Report.of(frame.error))
 
 
 def chat(field: str, messages: Messages) -> tuple[ChatMessage, ...]:

@@ -5,18 +5,18 @@ A client shares nothing with another one, so two of them in a process may talk t
 
 import asyncio
 import ssl
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Self, TypeVar, overload
 
 import httpx
 from pydantic import JsonValue
 
-from tinsmith.client.errors import checked_arguments
+from tinsmith.client.errors import HttpError, checked_arguments
 from tinsmith.client.futures import WAIT_S, AsyncFuture, OnProgress, Tasks, as_json, reader
 from tinsmith.client.polls import Polls
 from tinsmith.client.sampling import AsyncSamplingClient
-from tinsmith.client.session import EndReason, Session
+from tinsmith.client.session import OVER, EndReason, Session
 from tinsmith.client.training import AsyncTrainingClient
 from tinsmith.client.transport import Sleep, Transport
 from tinsmith.protocol import native
@@ -37,6 +37,7 @@ from tinsmith.protocol.native_answers import (
 from tinsmith.protocol.training import LrSchedule
 
 A = TypeVar("A", bound=Answer)
+T = TypeVar("T")
 
 
 class AsyncClient:
@@ -46,8 +47,9 @@ class AsyncClient:
     `wait_s`: how long a future waits for its result, in s. `on_progress`: called with a task's envelope when its status or queue state
     changes while somebody waits for it. `verify`: as in httpx. `transport` and `sleep` replace the network and the clock, for tests.
 
-    A client belongs to the event loop that it was first used in. Heartbeats run on that loop: code that blocks it for five minutes
-    ends the session.
+    A client belongs to the event loop that it was first used in; every call in another one raises ClientValidationError. Heartbeats run on
+    that loop: code that blocks it for five minutes ends the session. Models and samplers of a session that has ended, or that the server
+    lost in a restart, are gone; the next `training` or `sampling` opens a new session for its own.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class AsyncClient:
         """End the session and the connections. What still runs on the server is dropped with the session."""
         if self._is_closed:
             return
+        self._transport.check_loop()
         self._is_closed = True
         await self._polls.close()
         await self._session.close(reason)
@@ -125,19 +128,24 @@ class AsyncClient:
                 schedule=schedule,
                 metadata=None if metadata is None else dict(metadata),
             )
-        session_id = await self._session.open()
-        placed = request.model_copy(update={"session_id": session_id, "model_seq": next(self._session.model_numbers)})
-        created = await (await self._tasks.submit(placed, reader(ModelCreated))).result()
+
+        async def create(session_id: str) -> AsyncFuture[ModelCreated]:
+            placed = request.model_copy(update={"session_id": session_id, "model_seq": next(self._session.model_numbers)})
+            return await self._tasks.submit(placed, reader(ModelCreated))
+
+        created = await (await self._in_session(create)).result()
         return AsyncTrainingClient(self._tasks, self._session, created.model_id)
 
     async def sampling(self, *, base_model: str | None = None, checkpoint: str | None = None) -> AsyncSamplingClient:
         """A sampler of `base_model`, or of the sampler weights published as `checkpoint`. Raises ClientValidationError, HttpError."""
         with checked_arguments():
             request = native.CreateSampler(session_id="-", sampler_seq=0, base_model=base_model, checkpoint=checkpoint)
-        session_id = await self._session.open()
-        placed = request.model_copy(update={"session_id": session_id, "sampler_seq": next(self._session.sampler_numbers)})
-        created = await self._transport.post(placed, SamplerInfo)
-        return AsyncSamplingClient(self._tasks, created.sampler_id)
+
+        async def create(session_id: str) -> SamplerInfo:
+            placed = request.model_copy(update={"session_id": session_id, "sampler_seq": next(self._session.sampler_numbers)})
+            return await self._transport.post(placed, SamplerInfo)
+
+        return AsyncSamplingClient(self._tasks, (await self._in_session(create)).sampler_id)
 
     @overload
     def future(self, request_id: str) -> AsyncFuture[JsonValue]: ...
@@ -148,8 +156,10 @@ class AsyncClient:
     def future(self, request_id: str, result: type[A] | None = None) -> AsyncFuture[JsonValue] | AsyncFuture[A]:
         """Wait again for a command that was submitted before, by this client or another one with the same key.
 
-        `result`: what it answers, e.g. `PassResult`; without it the result is plain JSON.
+        `result`: what it answers, e.g. `PassResult`; without it the result is plain JSON. Raises ClientValidationError.
         """
+        with checked_arguments():
+            native.RetrieveFuture(request_id=request_id)
         envelope = TaskEnvelope(request_id=request_id, status=State.PENDING)
         return AsyncFuture(self._tasks, envelope, as_json) if result is None else AsyncFuture(self._tasks, envelope, reader(result))
 
@@ -172,6 +182,16 @@ class AsyncClient:
     async def models(self) -> tuple[ModelInfo, ...]:
         """The caller's models."""
         return (await self._transport.get("/models", ModelList)).models
+
+    async def _in_session(self, create: Callable[[str], Awaitable[T]]) -> T:
+        """Create something in the session; once more, in a new one, where the server has that session no more."""
+        session_id = await self._session.open()
+        try:
+            return await create(session_id)
+        except HttpError as error:
+            if error.status not in OVER or not await self._session.is_over(session_id):
+                raise
+        return await create(await self._session.open())
 
 
 def end_reason(error: BaseException | None) -> EndReason:

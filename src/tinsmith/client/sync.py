@@ -17,9 +17,10 @@ from pydantic import JsonValue
 
 from tinsmith.client.futures import WAIT_S, AsyncFuture, OnProgress
 from tinsmith.client.loop import Loop
-from tinsmith.client.sampling import AsyncSamplingClient, AsyncStream
+from tinsmith.client.sampling import AsyncSamplingClient
 from tinsmith.client.service import AsyncClient, end_reason
 from tinsmith.client.session import END_S, EndReason
+from tinsmith.client.streams import AsyncStream
 from tinsmith.client.training import AsyncTrainingClient, check_unnamed
 from tinsmith.client.transport import Sleep
 from tinsmith.protocol.envelopes import Answer, TaskEnvelope
@@ -145,7 +146,7 @@ class Future(Generic[T]):
 
 class Stream:
     """An iterator of frames. Closing it early (`close`, or leaving `with`) closes the request, and the server then frees what it drew
-    with. An `error` frame raises TaskFailed; a connection that ends before the last frame raises ConnectionFailed."""
+    with. An `error` frame raises TaskFailed or TaskCancelled; what may pass is asked for again first, as `AsyncStream` says."""
 
     def __init__(self, client: "Client", core: AsyncStream) -> None:
         self.client = client

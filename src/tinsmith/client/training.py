@@ -227,6 +227,7 @@ class _Order:
 
     async def submit(self, request: ModelRequest, read: Read[T]) -> AsyncFuture[T]:
         """Send it under the next seq id. Raises as `Transport.post`."""
+        self._tasks.transport.check_loop()
         async with self._turn:
             if not self._is_known:
                 await self._ask()
@@ -235,6 +236,9 @@ class _Order:
                 future = await self._tasks.submit(request.model_copy(update={"seq_id": self._next}), read)
             except HttpError as error:
                 self._is_known = _left_no_trace(error)
+                raise
+            except ClientValidationError:
+                self._is_known = True
                 raise
             self._next += 1
             self._is_known = True

@@ -6,6 +6,7 @@ the first one), so one rule covers all: connection errors, 408, 429 and 5xx are 
 
 import asyncio
 import random
+import re
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -13,8 +14,17 @@ from typing import Any, NoReturn, TypeVar
 
 import httpx
 from pydantic import BaseModel, ValidationError
+from pydantic_core import PydanticSerializationError
 
-from tinsmith.client.errors import ClientClosed, ClientValidationError, ConnectionFailed, HttpError, Report, UnexpectedAnswer
+from tinsmith.client.errors import (
+    ClientClosed,
+    ClientError,
+    ClientValidationError,
+    ConnectionFailed,
+    HttpError,
+    Report,
+    UnexpectedAnswer,
+)
 from tinsmith.client.tracing import find_inject
 from tinsmith.protocol.envelopes import Answer, ErrorPayload
 from tinsmith.protocol.errors import Category, ReasonCode
@@ -33,9 +43,29 @@ _NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout)  # no byte of the request
 MAX_STREAMS = 64  # open at a time; the next one waits
 _LIMITS = httpx.Limits(max_connections=256)  # room for every stream and long poll, and then for many submits; more wait their turn
 _TIMEOUT = httpx.Timeout(HTTP_TIMEOUT_S, pool=None)
+_HOST = re.compile(r"[\w.-]+|[\w.%-]*:[\w.:%-]*", re.ASCII)  # a name or an IPv4 address, or an IPv6 one; httpx escapes what is neither
 
 A = TypeVar("A", bound=Answer)
 Sleep = Callable[[float], Awaitable[None]]
+
+
+class Retries:
+    """The tries of one exchange, and the pauses between them. `num_in_row`: how many were made since the last that brought something."""
+
+    def __init__(self, sleep: Sleep) -> None:
+        self._sleep = sleep
+        self.num_in_row = 0
+
+    async def pause_after(self, failure: ClientError) -> None:
+        """Wait until it may be tried again. Raises `failure` if that was the last try."""
+        if self.num_in_row == MAX_RETRIES:
+            raise failure
+        await self._sleep(_pause_s(self.num_in_row, failure))
+        self.num_in_row += 1
+
+    def begin_anew(self) -> None:
+        """Something was achieved: count from zero."""
+        self.num_in_row = 0
 
 
 class Transport:
@@ -56,6 +86,7 @@ class Transport:
         self._sleep = sleep
         self._inject = find_inject()
         self._is_closed = False
+        self._loop: asyncio.AbstractEventLoop | None = None  # the one of the first use
         self._streams = asyncio.Semaphore(MAX_STREAMS)
         self._http = httpx.AsyncClient(
             base_url=url.join(url.path.rstrip("/") + PREFIX),
@@ -71,48 +102,63 @@ class Transport:
 
     async def post(self, request: StrictRequest, answer: type[A]) -> A:
         """Raises HttpError, ConnectionFailed, UnexpectedAnswer, ClientClosed."""
-        return _read(await self._insist("POST", request.path, _serialised(request)), answer)
+        return _read(await self._insist("POST", request.path, serialised(request), self.retries()), answer)
 
     async def post_once(self, request: StrictRequest, answer: type[A]) -> A:
         """Without a second try. Raises as `post`."""
-        outcome = await self._try("POST", request.path, _serialised(request))
+        outcome = await self._try("POST", request.path, serialised(request))
         if isinstance(outcome, httpx.Response):
             return _read(outcome, answer)
         raise outcome
 
     async def get(self, path: str, answer: type[A]) -> A:
         """Raises as `post`."""
-        return _read(await self._insist("GET", path, None), answer)
+        return _read(await self._insist("GET", path, None, self.retries()), answer)
 
     @asynccontextmanager
-    async def stream(self, request: StrictRequest) -> AsyncIterator[AsyncIterator[str]]:
+    async def stream(self, request: StrictRequest, retries: Retries) -> AsyncIterator[AsyncIterator[str]]:
         """The lines of the answer as they come; leaving the block closes the connection. Tried again only until the answer begins.
 
         Raises as `post`; ConnectionFailed where the connection breaks between lines.
         """
+        self.check_loop()
         async with self._streams:
-            response = await self._insist("POST", request.path, _serialised(request), is_streamed=True)
+            response = await self._insist("POST", request.path, serialised(request), retries, is_streamed=True)
             try:
                 yield _lines(response, self.origin)
             finally:
                 await response.aclose()
 
+    def retries(self) -> Retries:
+        """For one exchange."""
+        return Retries(self._sleep)
+
+    def check_loop(self) -> None:
+        """Before anything that belongs to an event loop. Raises ClientValidationError in another one than the first time."""
+        loop = asyncio.get_running_loop()
+        if self._loop is None:
+            self._loop = loop
+        if self._loop is not loop:
+            raise ClientValidationError(
+                "event loop", "is not the one that this client was first used in; open a client in each, or use Client, which has its own"
+            )
+
     async def close(self) -> None:
         self._is_closed = True
         await self._http.aclose()
 
-    async def _insist(self, method: str, path: str, content: bytes | None, *, is_streamed: bool = False) -> httpx.Response:
-        num_retries = 0
+    async def _insist(
+        self, method: str, path: str, content: bytes | None, retries: Retries, *, is_streamed: bool = False
+    ) -> httpx.Response:
         may_have_arrived = False
         while True:
             outcome = await self._try(method, path, content, is_streamed=is_streamed)
             if isinstance(outcome, httpx.Response):
                 return outcome
             may_have_arrived = outcome.may_have_arrived = outcome.may_have_arrived or may_have_arrived
-            if num_retries == MAX_RETRIES or not _is_worth_a_retry(outcome):
+            if not _is_worth_a_retry(outcome):
                 raise outcome
-            await self._sleep(_pause_s(num_retries, outcome))
-            num_retries += 1
+            await retries.pause_after(outcome)
 
     async def _try(
         self, method: str, path: str, content: bytes | None, *, is_streamed: bool = False
@@ -120,6 +166,7 @@ class Transport:
         """A good answer, or why there is none."""
         if self._is_closed:
             raise ClientClosed
+        self.check_loop()
         headers = {} if content is None else {"Content-Type": "application/json"}
         self._inject(headers)
         request = self._http.build_request(method, path, content=content, headers=headers)
@@ -135,26 +182,49 @@ class Transport:
 
 
 def _checked_url(base_url: str) -> httpx.URL:
+    if not isinstance(base_url, str):
+        raise ClientValidationError("base_url", "must be a text; use http://host:port")
     try:
         url = httpx.URL(base_url)
     except httpx.InvalidURL as error:
         raise ClientValidationError("base_url", f"{error}; use http://host:port") from None
-    if url.scheme not in ("http", "https") or not url.host:
+    if url.scheme not in ("http", "https") or not _HOST.fullmatch(url.raw_host.decode()):
         raise ClientValidationError("base_url", "is no address of a server; use http://host:port")
     if url.userinfo:
         raise ClientValidationError("base_url", "must hold no user or password; send the key as api_key")
+    if url.query or url.fragment:
+        raise ClientValidationError("base_url", "must end before its '?' or '#', which no request would carry; use http://host:port/path")
     return url
 
 
 def _checked_key(api_key: str) -> str:
-    if not api_key or not api_key.isascii() or not api_key.isprintable():
+    if not isinstance(api_key, str) or not api_key or not api_key.isascii() or not api_key.isprintable():
         raise ClientValidationError("api_key", "must be printable ASCII and not empty; leave it out for a server without keys")
     return api_key
 
 
-def _serialised(request: StrictRequest) -> bytes:
-    """The one place where a request becomes bytes. Null is what every field that allows it takes for absent."""
-    return request.model_dump_json(exclude_none=True).encode()
+def serialised(request: StrictRequest) -> bytes:
+    """The one place where a request becomes bytes. Null is what every field that allows it takes for absent.
+
+    Raises ClientValidationError for a text that UTF-8 cannot hold.
+    """
+    try:
+        return request.model_dump_json(exclude_none=True).encode()
+    except PydanticSerializationError:
+        place = _place_of_half(request.model_dump(), ())
+        if place is None:
+            raise
+    raise ClientValidationError(".".join(place), "holds half of a surrogate pair, which UTF-8 cannot; decode the text anew, or replace it")
+
+
+def _place_of_half(tree: object, place: tuple[str, ...]) -> tuple[str, ...] | None:
+    """Where in a request the first text is that holds a lone surrogate."""
+    if isinstance(tree, str):
+        return place if any("\ud800" <= letter <= "\udfff" for letter in tree) else None
+    if not isinstance(tree, dict | list | tuple):
+        return None
+    parts = tree.items() if isinstance(tree, dict) else enumerate(tree)
+    return next((found for step, part in parts if (found := _place_of_half(part, (*place, str(step)))) is not None), None)
 
 
 def _read(response: httpx.Response, answer: type[A]) -> A:
@@ -238,7 +308,7 @@ def _is_worth_a_retry(failure: HttpError | ConnectionFailed) -> bool:
     return failure.status in _RESENT or failure.status >= 500
 
 
-def _pause_s(num_retries: int, failure: HttpError | ConnectionFailed) -> float:
+def _pause_s(num_retries: int, failure: ClientError) -> float:
     """Doubling, spread by a quarter so that many waiters do not come back at once; never less than the server asked for."""
     pause_s = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2.0**num_retries) * random.uniform(0.75, 1.0)  # noqa: S311 - no secret
     asked_s = failure.retry_after_s if isinstance(failure, HttpError) else None

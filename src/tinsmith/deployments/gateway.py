@@ -17,6 +17,7 @@ from fastapi import FastAPI
 from tinsmith.deployments.observation import exposition_of
 from tinsmith.deployments.ports import listen_shared
 from tinsmith.deployments.presence import Presence, Use, new_replica, of_trainers
+from tinsmith.deployments.request_heads import BoundedHeads
 from tinsmith.deployments.wiring import Blueprint, Connection, configure_logging, connect
 from tinsmith.gateway.app import create_app
 from tinsmith.gateway.deps import Services
@@ -130,6 +131,7 @@ class HttpServer:
         self._server = _Server(
             uvicorn.Config(
                 app,
+                http=BoundedHeads,
                 lifespan="off",  # run here: uvicorn ends the whole process where it fails
                 log_config=None,
                 access_log=False,

@@ -1,7 +1,7 @@
 """What can be known to fail, or to surprise, before anything is started on this machine."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -69,15 +69,20 @@ def _probe_checkpoints(config: ServerConfig) -> None:
 
 
 def _probe_sources(config: ServerConfig) -> None:
-    """A source that can only be a directory must be one; hub ids are not looked up here."""
-    faults = []
-    for index, model in enumerate(config.models):
-        source = model.source
-        is_path = source is not None and (source.startswith(("/", "~", "./", "../")) or source.count("/") > 1)
-        if source is not None and is_path and not Path(source).expanduser().is_dir():
-            faults.append(f"models.{index}.source: {source} is no directory; name one that holds a model, 'smollm2', or a hub id")
+    """A source that can only be a directory must be one, and a directory must hold a model; hub ids are not looked up here."""
+    sources = [(index, model.source) for index, model in enumerate(config.models) if model.source is not None]
+    faults = [f"models.{index}.source: {source} {fault}" for index, source in sources for fault in _faults_of_source(source)]
     if faults:
         raise ConfigError(faults)
+
+
+def _faults_of_source(source: str) -> Iterator[str]:
+    directory = Path(source).expanduser()
+    if "/" in source and directory.is_dir():
+        if not (directory / "config.json").is_file():
+            yield "holds no config.json; name the directory of a model, 'smollm2', or a hub id"
+    elif source.startswith(("/", "~", "./", "../")) or source.count("/") > 1:
+        yield "is no directory; name one that holds a model, 'smollm2', or a hub id"
 
 
 def _probe_store(config: ServerConfig) -> None:

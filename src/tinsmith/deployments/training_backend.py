@@ -163,8 +163,37 @@ class TrainingBackend:
             return await self._named(info, model, command, CheckpointKind.SAMPLER, name, artifact, size)
         if sampler_id is None:
             raise ValidationFailed("path: name the checkpoint, or send a sampling_session_seq_id for an ephemeral one")
+        return await self._save_ephemeral(info, seq, sampler_id)
+
+    async def _save_ephemeral(self, info: LaneInfo, seq: int, sampler_id: str) -> Outcome:
+        """A sampler without a name. Another one of that number stays as it is.
+
+        The record is written here, and only where there is none: whoever comes second finds it, be it another model's save or a gateway
+        that opens a sampler. The settle then writes over no record but this save's own, which an earlier owner of the lane may have left
+        with the artifact of its own capture.
+        """
+        await self._check_number_is_free(info, seq, sampler_id)  # before a capture for nothing
         artifact, _ = await self._publish(info, seq, ArtifactKind.SAMPLER, Contents.SAMPLER)
-        return await self._ephemeral(info, sampler_id, artifact)
+        record = SamplerRecord(
+            tenant=info.tenant,
+            session_id=info.session,
+            sampler_id=sampler_id,
+            base_model=info.base,
+            artifact=artifact,
+            created_ms=await self._now_ms(),
+        )
+        if not _is_of_save(await self._catalog.add_sampler(record), info, seq):
+            await self.discard(artifact)
+            raise _number_used(sampler_id)
+        return _json_outcome({"sampling_session_id": sampler_id}, artifact=artifact, writes=(sampler_write(record),))
+
+    async def _check_number_is_free(self, info: LaneInfo, seq: int, sampler_id: str) -> None:
+        try:
+            held = await self._catalog.sampler(info.tenant, sampler_id)
+        except NotFound:
+            return
+        if not _is_of_save(held, info, seq):
+            raise _number_used(sampler_id)
 
     async def _check_name_is_free(self, info: LaneInfo, kind: CheckpointKind, name: str) -> None:
         path = checkpoint_path(info.lane, kind, name)
@@ -173,7 +202,7 @@ class TrainingBackend:
         except NotFound:
             return
         if held.expires_ms is None or held.expires_ms > await self._now_ms():
-            raise RequestRejected(f"path: {path} exists already; choose another name, or overwrite it where that is offered")
+            raise RequestRejected(f"name {name!r}: {path} exists already; choose another name, or overwrite it where that is offered")
 
     async def _publish(self, info: LaneInfo, seq: int, kind: ArtifactKind, contents: Contents) -> tuple[str, int]:
         """(artifact id, bytes) of a durable capture that nobody knows of yet. Raises _NotSaved where the storage fails."""
@@ -209,17 +238,6 @@ class TrainingBackend:
         )
         return _json_outcome({"path": record.path}, artifact=artifact, writes=(checkpoint_write(record),))
 
-    async def _ephemeral(self, info: LaneInfo, sampler_id: str, artifact: str) -> Outcome:
-        record = SamplerRecord(
-            tenant=info.tenant,
-            session_id=info.session,
-            sampler_id=sampler_id,
-            base_model=info.base,
-            artifact=artifact,
-            created_ms=await self._now_ms(),
-        )
-        return _json_outcome({"sampling_session_id": sampler_id}, artifact=artifact, writes=(sampler_write(record),))
-
     async def _model(self, info: LaneInfo) -> ModelRecord:
         """Raises NotFound for a model whose creation failed."""
         self._lora(info.lane)
@@ -234,6 +252,17 @@ class TrainingBackend:
 
 def _not_created(lane: str) -> NotFound:
     return NotFound(f"model {lane!r} is not there: its creation failed; create a new one")
+
+
+def _is_of_save(record: SamplerRecord, info: LaneInfo, seq: int) -> bool:
+    """Whether entry `seq` of the lane made the sampler, whichever owner ran it."""
+    own = artifact_id(info.tenant, info.lane, ArtifactKind.SAMPLER, seq=seq, token=info.token)
+    return record.artifact is not None and record.artifact.rpartition("-")[0] == own.rpartition("-")[0]
+
+
+def _number_used(sampler_id: str) -> RequestRejected:
+    number = sampler_id.rpartition(":")[2]
+    return RequestRejected(f"sampler number {number} was used for another sampler, which stays as it is; count on")
 
 
 def _not_saved(error: OSError) -> _NotSaved:

@@ -158,8 +158,17 @@ class FakeTrainingEngine:
                 if not command.compute.backward:
                     raise ValidationFailed("train_step: its pass has no backward; send a forward_backward in it")
                 check_optimizer(adapter.progress.optimizer, adapter.progress.steps, command.step.optimizer.type)
-                output = self._compute(adapter, command.compute)
-                return replace(output, metrics=output.metrics | step(adapter, command.step).metrics)
+                return self._train(adapter, command)
+
+    def _train(self, adapter: Adapter, command: TrainStep) -> ComputeOutput:
+        """Pass and step, both or neither."""
+        gradient, progress = list(adapter.g), adapter.progress.model_copy()
+        output = self._compute(adapter, command.compute)
+        try:
+            return replace(output, metrics=output.metrics | step(adapter, command.step).metrics)
+        except TinsmithError:
+            adapter.g, adapter.progress = gradient, progress
+            raise
 
     def _compute(self, adapter: Adapter, command: Compute) -> ComputeOutput:
         fake_passes.check(command, self._limits)

@@ -66,7 +66,8 @@ class Adapter:
 
 
 def step(adapter: Adapter, command: OptimStep) -> OptimOutput:
-    """One optimizer step by the module's rule. Raises ValidationFailed, with nothing changed, after steps of another optimizer."""
+    """One optimizer step by the module's rule. Raises ValidationFailed, with nothing changed, after steps of another optimizer and where
+    the result would not be finite."""
     params, progress = command.optimizer, adapter.progress
     check_optimizer(progress.optimizer, progress.steps, params.type)
     if progress.accumulated == 0:
@@ -74,7 +75,10 @@ def step(adapter: Adapter, command: OptimStep) -> OptimOutput:
     norm = math.sqrt(sum(value * value for value in adapter.g))
     clip = 1.0 if params.grad_clip_norm == 0 or norm <= params.grad_clip_norm else params.grad_clip_norm / norm
     rate = params.learning_rate * (command.schedule.factor(progress.steps) if command.schedule else 1.0)
-    _descend(adapter, params, [clip * g for g in adapter.g], rate)
+    m, b = _descended(adapter, params, [clip * g for g in adapter.g], rate)
+    if not all(map(math.isfinite, (*m, *b))):
+        raise ValidationFailed(f"learning_rate: a step of {rate:g} leaves weights that are not finite, the model is as it was; lower it")
+    adapter.m, adapter.b = m, b
     adapter.g = [0.0] * DIMENSIONS
     progress.steps += 1
     progress.accumulated = 0
@@ -84,15 +88,15 @@ def step(adapter: Adapter, command: OptimStep) -> OptimOutput:
     return OptimOutput({"unclipped_grad_l2:mean": norm} | scheduled)
 
 
-def _descend(adapter: Adapter, params: OptimizerParams, gradient: Vector, rate: float) -> None:
+def _descended(adapter: Adapter, params: OptimizerParams, gradient: Vector, rate: float) -> tuple[Vector, Vector]:
+    """m and b after the step."""
     if isinstance(params, SgdParams):
         decayed = [g + params.weight_decay * b for g, b in zip(gradient, adapter.b, strict=True)]
-        adapter.m = [params.momentum * m + g for m, g in zip(adapter.m, decayed, strict=True)]
-        adapter.b = [b - rate * m for b, m in zip(adapter.b, adapter.m, strict=True)]
-        return
-    adapter.m = [params.beta1 * m + g for m, g in zip(adapter.m, gradient, strict=True)]
+        new_m = [params.momentum * m + g for m, g in zip(adapter.m, decayed, strict=True)]
+        return new_m, [b - rate * m for b, m in zip(adapter.b, new_m, strict=True)]
+    new_m = [params.beta1 * m + g for m, g in zip(adapter.m, gradient, strict=True)]
     decay = 1 - rate * params.weight_decay
-    adapter.b = [b * decay - rate * m for b, m in zip(adapter.b, adapter.m, strict=True)]
+    return new_m, [b * decay - rate * m for b, m in zip(adapter.b, new_m, strict=True)]
 
 
 def logprob(b: Vector, previous: int, target: int) -> float:

@@ -17,6 +17,8 @@ from tinsmith.protocol.ids import LOCAL_TENANT
 
 JSON = "application/json"
 PROTOBUF = "application/x-protobuf"
+MAX_HEADERS = 128
+MAX_HEAD = 64 * 1024  # bytes of path, query and headers of one request
 
 
 class Authenticator(Protocol):
@@ -58,12 +60,27 @@ class AuthMiddleware:
             await self._app(scope, receive, send)
             return
         try:
+            check_head(scope)
             tenant = await self._authenticator.tenant(Headers(scope=scope))
         except UserError as refusal:
             await answer(scope, refusal)(scope, receive, send)
             return
         scope.setdefault("state", {})["tenant"] = tenant
         await self._app(scope, receive, send)
+
+
+def check_head(scope: Scope) -> None:
+    """Raises InvalidRequest beyond either bound."""
+    headers = scope["headers"]
+    if len(headers) > MAX_HEADERS:
+        raise InvalidRequest(f"headers: {len(headers)} are too many; send {MAX_HEADERS} or fewer")
+    num_bytes = len(scope["path"]) + len(scope["query_string"]) + sum(len(name) + len(value) for name, value in headers)
+    if num_bytes > MAX_HEAD:
+        raise head_too_large()
+
+
+def head_too_large() -> InvalidRequest:
+    return InvalidRequest(f"headers: path, query and headers have more than {MAX_HEAD} bytes; send fewer")
 
 
 def content_type(headers: Headers) -> str:

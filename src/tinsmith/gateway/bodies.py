@@ -1,7 +1,9 @@
 """Reading request bodies: the byte bounds, the encoding and the size at which decoding leaves the event loop, in one place."""
 
 import asyncio
+import contextvars
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -17,6 +19,8 @@ DRAIN = 2 * MAX_WIRE  # a caller reads our answer only once it has sent its body
 _INLINE_BYTES = 64 * 1024  # decoding more than this would hold the loop for over a millisecond
 
 T = TypeVar("T")
+
+_THREADS = ThreadPoolExecutor(4, thread_name_prefix="bodies")  # of the process: what is read here waits for no other work of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +68,9 @@ async def receive(request: Request) -> Received:
 
 async def off_loop(work: Callable[[], T], *, is_large: bool) -> T:
     """Do the work, in a thread where it would hold the loop."""
-    return await asyncio.to_thread(work) if is_large else work()
+    if not is_large:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(_THREADS, contextvars.copy_context().run, work)
 
 
 async def read_tree(request: Request) -> object:

@@ -51,10 +51,10 @@ def is_resent(error: TinsmithError) -> bool:
     return error.status in _RESENT or isinstance(error, ServerError)
 
 
-def error_response(error: TinsmithError) -> JSONResponse:
-    """On the Tinker wire."""
+def error_response(error: TinsmithError, status: int | None = None) -> JSONResponse:
+    """On the Tinker wire. `status`: where it is not the reason's own."""
     content = {"detail": one_line(error.message), "reason": error.reason.value, "category": error.category.value}
-    status = TINKER_STATUS[error.reason]
+    status = TINKER_STATUS[error.reason] if status is None else status
     return JSONResponse(content, status_code=status, headers=_retry_after(error, status))
 
 
@@ -66,9 +66,11 @@ def payload_response(error: TinsmithError, request_id: str, status: int | None =
     return JSONResponse(payload.model_dump(mode="json"), status_code=error_code, headers=_retry_after(error, error_code))
 
 
-def answer(scope: Scope, error: TinsmithError) -> JSONResponse:
-    """In the protocol that the path belongs to."""
-    return payload_response(error, request_id_of(scope)) if is_native(scope["path"]) else error_response(error)
+def answer(scope: Scope, error: TinsmithError, status: int | None = None) -> JSONResponse:
+    """In the protocol that the path belongs to. `status`: where it is not the reason's own."""
+    if is_native(scope["path"]):
+        return payload_response(error, request_id_of(scope), status)
+    return error_response(error, status)
 
 
 def is_native(path: str) -> bool:
@@ -94,13 +96,10 @@ async def _of_framework(request: Request, error: Exception) -> Response:
     path = request.url.path
     if error.status_code == NotFound.status:
         return answer(request.scope, NotFound(f"{path[:200]!r} is no path of this server; /openapi.json lists the native ones"))
-    refusal = InvalidRequest(f"{request.method} {path[:200]}: {error.detail}; /openapi.json lists what the native paths take")
-    if not is_native(path):
-        mapped = error_response(refusal)
-        mapped.status_code = error.status_code
-        return mapped
-    mapped = payload_response(refusal, request_id_of(request.scope), error.status_code)
-    mapped.headers.update(error.headers or {})
+    headers = dict(error.headers or {})
+    remedy = f"use {headers['Allow']}" if "Allow" in headers else "mend the request"
+    mapped = answer(request.scope, InvalidRequest(f"{request.method} {path[:200]}: {error.detail}; {remedy}"), error.status_code)
+    mapped.headers.update(headers)
     return mapped
 
 

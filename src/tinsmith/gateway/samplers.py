@@ -20,8 +20,13 @@ async def open_sampler(
         artifact=None if checkpoint is None else checkpoint.artifact,
         created_ms=await services.store.now_ms(),
     )
-    await services.catalog.add_sampler(record)
-    held = await services.catalog.sampler(tenant, record.sampler_id)
-    if (held.base_model, held.model_path) != (record.base_model, record.model_path):
+    held = await services.catalog.add_sampler(record)
+    if _adapter_of(held) != _adapter_of(record):
         raise RequestRejected(f"{field}: {number} was used for another sampler; count on")
     return held
+
+
+def _adapter_of(record: SamplerRecord) -> tuple[str, str | None, bool]:
+    """What tells samplers apart. One that was published under a number has an artifact without a path; the artifact under a path may have
+    become another since, and the sampler keeps the one that it began with."""
+    return record.base_model, record.model_path, record.artifact is not None

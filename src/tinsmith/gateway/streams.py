@@ -15,6 +15,7 @@ from tinsmith.protocol.native_answers import SequenceResult, StreamFrame
 from tinsmith.state.inbox import Message, StreamChunk
 
 ITEM_S = 60.0
+GRACE_S = 2.0  # of a sample whose connection broke: the typed client asks again within a second
 
 
 @dataclass(slots=True)
@@ -83,11 +84,14 @@ class Stream:
 
 
 class Streams:
-    """The open streams, by request id. `item_s`: how long one may hear nothing of its sample."""
+    """The open streams, by request id. `item_s`: how long one may hear nothing of its sample. `grace_s`: how long a sample is kept whose
+    last stream lost its connection."""
 
-    def __init__(self, item_s: float = ITEM_S) -> None:
+    def __init__(self, item_s: float = ITEM_S, grace_s: float = GRACE_S) -> None:
         self.item_s = item_s
+        self.grace_s = grace_s
         self._open: defaultdict[str, list[Stream]] = defaultdict(list)
+        self._owned: set[str] = set()
 
     @property
     def num_open(self) -> int:
@@ -107,7 +111,20 @@ class Streams:
             self._open[rid].remove(stream)
             if not self._open[rid]:
                 del self._open[rid]
+                self._owned.discard(rid)
             self._tell()
+
+    def own(self, rid: str) -> None:
+        """The sample was submitted here, for a stream that is open: it ends with the last one of its streams."""
+        self._owned.add(rid)
+
+    def is_ours(self, rid: str) -> bool:
+        """Whether this process hears the sample's tokens and decides when nobody wants them."""
+        return rid in self._owned
+
+    def is_last(self, rid: str) -> bool:
+        """Whether at most one stream of the sample is open here."""
+        return len(self._open.get(rid, ())) <= 1
 
     def hear(self, message: Message) -> None:
         """Pass a message of this process's inbox on to the streams that it is about."""

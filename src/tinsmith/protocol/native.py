@@ -32,6 +32,9 @@ from tinsmith.protocol.wire_bounds import MAX_CONFIG, MAX_DATUMS, MAX_SAMPLE_SEQ
 PREFIX = "/native/v1"
 PROTOCOL_VERSION = "1"
 MAX_TURNS = 1024  # messages of one conversation
+MAX_MESSAGES = 16_384  # of all conversations of one command
+MAX_CHARACTERS = 4 * 2**20  # of the texts or contents of one command, or of a prompt: about a full command of tokens with their targets
+MAX_RENDERED = 3 * 2**30  # characters written to find the assistant's turns of a command or prompt; MAX_TURNS by turns of two pass
 MAX_RETRIEVED = 64  # request ids of one retrieve_futures
 MAX_SEED = 2**63 - 1
 
@@ -214,7 +217,12 @@ class ChatMessage(StrictPart):
 
 
 class Conversation(StrictPart):
-    """Rendered by the base model's chat template; loss on the assistant's turns alone."""
+    """Rendered by the base model's chat template; loss on the assistant's turns alone.
+
+    A content that holds a control token of the base model, such as its end of a turn, is refused. The conversations of one command have
+    at most 16,384 messages and 4 Mi characters, and each at most what a context holds. Each assistant's turn takes a rendering of all that
+    is before it, so many conversations of very many turns need several commands.
+    """
 
     messages: Annotated[tuple[ChatMessage, ...], Field(min_length=1, max_length=MAX_TURNS)]
 
@@ -228,6 +236,8 @@ class ModelRequest(StrictRequest):
 
 class PassRequest(ModelRequest):
     """Data, in one of three forms, and a loss. `texts` are tokenized as they are; with a loss that has targets, every token is one.
+
+    Control tokens in `texts` are read as such. `texts` are bounded in characters as conversations are.
 
     `micro_batch_tokens`: padded tokens of one pass through the model, in place of the trainer's own bound; changes no sum.
     """
@@ -345,7 +355,10 @@ class SamplingOptions(StrictPart):
 
 
 class Sample(StrictRequest):
-    """A prompt in one of three forms. A sampler's seq ids need be neither consecutive nor in order; the same one again is a repeat."""
+    """A prompt in one of three forms. A sampler's seq ids need be neither consecutive nor in order; the same one again is a repeat.
+
+    `text` is tokenized as it is, control tokens included; `messages` whose content holds one are refused.
+    """
 
     path: ClassVar[str] = "/sample"
     sampler_id: SamplerId

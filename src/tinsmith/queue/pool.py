@@ -347,4 +347,4 @@ class PoolExecutor:
 
 
 def _aborted() -> Outcome:
-    return Outcome.failed(Cancelled("the caller has gone, so the sample was dropped; send it again"), is_tainted=False)
+    return Outcome.failed(Cancelled("the caller has gone, so the sample was dropped; send it again under a new seq_id"), is_tainted=False)

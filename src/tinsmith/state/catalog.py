@@ -7,7 +7,7 @@ checkpoint to its save) are not written here but together with the lane's own ch
 from dataclasses import dataclass
 from typing import TypeVar
 
-from tinsmith.protocol.errors import NotFound, SessionEnded, ValidationFailed
+from tinsmith.protocol.errors import NotFound, SessionEnded, StateContention, ValidationFailed
 from tinsmith.protocol.futures import Write
 from tinsmith.protocol.sessions import CheckpointKind, CheckpointRecord, Kept, ModelRecord, SamplerRecord, SessionRecord
 from tinsmith.state.store import Store
@@ -136,11 +136,17 @@ class Catalog:
         write = checkpoint_write(record)
         await self._store.delete(write.table, write.id)
 
-    async def add_sampler(self, record: SamplerRecord) -> None:
-        """Idempotent: the first record of an id stays."""
-        write = sampler_write(record)
-        if await self._store.get(write.table, write.id) is None and write.value is not None:
-            await self._store.put(write.table, write.id, write.value)
+    async def add_sampler(self, record: SamplerRecord) -> SamplerRecord:
+        """Idempotent: the first record of an id stays, also of several that come at once. Answers the one that stayed. Raises
+        StateContention while the store is away."""
+        table, sampler_id = f"{record.tenant}/samplers", record.sampler_id
+        if await self._store.get(table, sampler_id) is None:
+            try:
+                await self._store.put(table, sampler_id, _encode(record), expect=0)
+            except StateContention:
+                if await self._store.get(table, sampler_id) is None:
+                    raise
+        return await self.sampler(record.tenant, sampler_id)
 
     async def sampler(self, tenant: str, sampler_id: str) -> SamplerRecord:
         """Raises NotFound."""

@@ -113,7 +113,11 @@ def given_up(seq: int) -> Failure:
 
 
 def cancelled() -> Failure:
-    return Failure(reason=ReasonCode.CANCELLED, message="cancelled by its caller before it started", category=Category.USER)
+    return Failure(
+        reason=ReasonCode.CANCELLED,
+        message="cancelled by its caller before it started; if it is still wanted, send it under a new seq_id",
+        category=Category.USER,
+    )
 
 
 def stuck(stuck_ms: int) -> Failure:

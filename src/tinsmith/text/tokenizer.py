@@ -8,6 +8,7 @@ _REPLACEMENT = "\ufffd"
 _MAX_HELD = 3  # a character has at most 4 bytes, so at most 3 of them wait for the rest
 _CONTEXT = 6  # tokens decoded again before the new ones: some decoders treat the first token of a text specially
 _WINDOW = 24  # tokens after which the window slides
+_ANCHOR = "\n"  # stands for what is before a text; no tokenizer puts it into one token with a mark of a beginning
 
 
 class Tokenizer:
@@ -17,6 +18,7 @@ class Tokenizer:
         self._fast = fast
         self._fast.no_truncation()
         self._fast.no_padding()
+        self._marks_beginnings = self._fast.encode("a", add_special_tokens=False).tokens != ["a"]
 
     @classmethod
     def from_dir(cls, path: str | Path) -> "Tokenizer":
@@ -31,13 +33,23 @@ class Tokenizer:
         """Ids known, added ones included."""
         return int(self._fast.get_vocab_size(with_added_tokens=True))
 
+    def longest_token(self) -> int:
+        """Characters that one token stands for at most."""
+        return max(map(len, self._fast.get_vocab(with_added_tokens=True)), default=1)
+
+    def control_tokens(self) -> tuple[str, ...]:
+        """Texts that become one special token wherever they stand, such as the mark of a turn's end; sorted."""
+        return tuple(sorted(token.content for token in self._fast.get_added_tokens_decoder().values() if token.special))
+
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         return list(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
 
-    def encode_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Token ids, and where in the text each stands: characters [start, end). Tokens that share a character overlap."""
-        encoding = self._fast.encode(text, add_special_tokens=False)
-        return list(encoding.ids), list(encoding.offsets)
+    def encode_on(self, text: str) -> list[int]:
+        """A text that goes on from another: without the mark that some tokenizers put before the first word of a text."""
+        if not self._marks_beginnings:
+            return self.encode(text)
+        lead, whole = self.encode(_ANCHOR), self.encode(_ANCHOR + text)
+        return whole[len(lead) :] if whole[: len(lead)] == lead else self.encode(text)
 
     def decode(self, tokens: list[int], *, skip_special_tokens: bool = False) -> str:
         """Bytes that are no valid UTF-8 become U+FFFD; unknown ids are dropped."""

@@ -1,12 +1,21 @@
 """The factory, and what can be asked of a server as a whole."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 import httpx
 import pytest
 
-from tests.fakes.native_server import NativeServer, envelope
-from tinsmith.client import AsyncClient, ClientClosed, StepResult, WeightsSaved
+from tests.fakes.native_server import URL, NativeServer, envelope
+from tinsmith.client import (
+    AsyncClient,
+    AsyncSamplingClient,
+    AsyncTrainingClient,
+    ClientClosed,
+    ClientValidationError,
+    StepResult,
+    WeightsSaved,
+)
 from tinsmith.protocol.native_answers import Capabilities, Capacity, ModelInfo, ServerStatus, SessionInfo
 
 CAPABILITIES = {"protocol_version": "1", "server_version": "0", "features": [], "losses": {}, "base_models": [], "limits": {"w": 1}}
@@ -62,4 +71,43 @@ async def test_a_closed_client_sends_nothing(client, server):
     for call in (client.status, training.optim_step, lambda: client.training(base_model="b"), client.future("r", StepResult).result):
         with pytest.raises(ClientClosed):
             await call()
+    assert len(server.calls) == num_calls
+
+
+@pytest.mark.proves("R33")
+@pytest.mark.parametrize("request_id", ["", "x" * 300, "r\ud800", None, 5])
+async def test_a_request_id_that_can_be_none_is_refused_before_it_is_sent(client, server, request_id):
+    with pytest.raises(ClientValidationError, match=r"^request_id: "):
+        client.future(request_id)
+    assert server.calls == []
+
+
+@pytest.mark.proves("R33")
+def test_every_call_in_another_event_loop_says_so():
+    server = NativeServer()
+    client = AsyncClient(URL, transport=server.transport)
+
+    async def use() -> tuple[AsyncTrainingClient, AsyncSamplingClient]:
+        return await client.training(base_model="b"), await client.sampling(base_model="b")
+
+    training, sampling = asyncio.run(use())
+    num_calls = len(server.calls)
+    calls: list[Callable[[], Awaitable[object]]] = [
+        client.status,
+        lambda: client.training(base_model="b"),
+        lambda: client.sampling(base_model="b"),
+        client.future("r").result,
+        training.optim_step,
+        training.unload,
+        lambda: sampling.sample(text="a"),
+        lambda: anext(sampling.stream(text="a")),
+        client.close,
+    ]
+    for call in calls:
+
+        async def again(call: Callable[[], Awaitable[object]] = call) -> None:
+            await call()
+
+        with pytest.raises(ClientValidationError, match=r"^event loop: .*open a client in each, or use Client"):
+            asyncio.run(again())
     assert len(server.calls) == num_calls

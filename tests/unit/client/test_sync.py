@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from tests.fakes.native_server import URL, NativeServer, envelope, failed, refused
-from tests.unit.client.test_sampling import DELTA, DONE, ERROR, START, Body, streamed
+from tests.unit.client.test_streams import DELTA, DONE, ERROR, START, Body, streamed
 from tinsmith.client import (
     AsyncClient,
     AsyncFuture,

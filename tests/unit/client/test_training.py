@@ -311,3 +311,22 @@ async def test_a_creation_that_fails_is_raised_where_it_was_asked_for(client, se
     server.script("/retrieve_future", envelope("failed", error=error))
     with pytest.raises(TaskFailed, match="no slot"):
         await client.training(base_model="b")
+
+
+@pytest.mark.proves("R33")
+@pytest.mark.parametrize(
+    ("data", "field"),
+    [
+        ({"texts": ["a", "b\ud800"]}, "texts.1"),
+        ({"conversations": [[{"role": "user", "content": "\udfffa"}]]}, "conversations.0.messages.0.content"),
+    ],
+)
+async def test_a_text_that_no_request_can_hold_is_named_and_the_next_call_takes_the_seq_id(training, server, data, field):
+    num_calls = len(server.calls)
+    with pytest.raises(ClientValidationError) as raised:
+        await training.forward(**data)
+    assert raised.value.field == field
+    str(raised.value).encode()
+    assert len(server.calls) == num_calls
+    await training.forward(texts=["a"])
+    assert [(call.path, call.seq_id) for call in server.calls[num_calls:]] == [("/forward", 1)]

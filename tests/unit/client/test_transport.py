@@ -207,7 +207,14 @@ async def test_after_close_nothing_is_sent(transport, server):
     assert server.calls == []
 
 
-@pytest.mark.parametrize("url", ["server:8700", "ftp://server", "http://", "http://host:port", "http://user:word@host"])
+@pytest.mark.proves("R33")
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("server:8700", "ftp://server", "http://", "http://host:port", "http://user:word@host", " http://host", "http://a\\b"),
+        *("http://a b", "http://a%20b", "http://a,b", "http://host?x=1", "http://host/path#part", None, 5, b"http://host"),
+    ],
+)
 def test_an_address_that_is_none_is_refused(url):
     with pytest.raises(ClientValidationError) as raised:
         AsyncClient(url)
@@ -215,7 +222,13 @@ def test_an_address_that_is_none_is_refused(url):
     assert "word" not in str(raised.value).replace("password", "")
 
 
-@pytest.mark.parametrize("key", ["", "tml-é-sekret", "tml-sekret\n"])
+@pytest.mark.parametrize("url", ["http://a_b-c.test:1", "http://10.0.0.1", "http://[::1]:80", "https://bücher.example/path"])
+def test_an_address_of_a_server_is_taken(url):
+    assert AsyncClient(url)
+
+
+@pytest.mark.proves("R33")
+@pytest.mark.parametrize("key", ["", "tml-é-sekret", "tml-sekret\n", 5, b"sekret"])
 def test_a_key_that_no_header_holds_is_refused_without_being_shown(key):
     with pytest.raises(ClientValidationError) as raised:
         AsyncClient(URL, key)

@@ -50,7 +50,10 @@ def test_a_redis_that_forgets_is_a_fault(tmp_path: Path) -> None:
     assert "noeviction" in fault
 
 
-def test_a_source_that_is_a_directory_is_no_fault(tmp_path: Path) -> None:
+def test_a_directory_must_hold_a_model(tmp_path: Path) -> None:
+    [fault] = faults_of(config(tmp_path, models=[{"name": "org/model", "source": f"{tmp_path}/"}]))
+    assert fault == f"models.0.source: {tmp_path}/ holds no config.json; name the directory of a model, 'smollm2', or a hub id"
+    (tmp_path / "config.json").write_text("{}")
     assert faults_of(config(tmp_path, models=[{"name": "org/model", "source": str(tmp_path)}])) == []
 
 

@@ -165,7 +165,10 @@ async def test_a_name_is_visible_only_after_the_settle_and_then_taken(backend: B
     with pytest.raises(NotFound):
         await backend.world.catalog.checkpoint(TENANT, PATH)
     backend.world.store.apply(first.writes)
-    assert reason_of(await backend.run(SaveWeights(name="mine"))) is ReasonCode.REQUEST_REJECTED
+    taken = await backend.run(SaveWeights(name="mine"))
+    assert reason_of(taken) is ReasonCode.REQUEST_REJECTED
+    assert taken.failure is not None
+    assert taken.failure.message.startswith(f"name 'mine': {PATH} exists already; choose another name")
     again = await backend.run(SaveWeights(name="mine", overwrite=True))
     assert again.failure is None
     assert again.artifact != first.artifact
@@ -197,6 +200,56 @@ async def test_an_ephemeral_sampler_save_makes_a_sampling_session_and_no_path(ba
         created_ms=backend.world.now_ms,
     )
     assert reason_of(await backend.run(SaveWeightsForSampler())) is ReasonCode.VALIDATION_FAILED
+
+
+async def sampler_of(backend: Backend, sampler_id: str) -> SamplerRecord:
+    return await backend.world.catalog.sampler(TENANT, sampler_id)
+
+
+@pytest.mark.parametrize(
+    "artifact", [None, "local/other/sampler_weights/1-1", artifact_id(TENANT, lane_of(), ArtifactKind.SAMPLER, seq=9, token=4)]
+)
+async def test_a_save_under_a_used_sampler_number_is_refused_and_the_sampler_stays(backend: Backend, artifact: str | None) -> None:
+    sampler_id = f"{SESSION}:sample:3"
+    held = SamplerRecord(tenant=TENANT, session_id=SESSION, sampler_id=sampler_id, base_model=BASE, artifact=artifact, created_ms=1)
+    await backend.world.catalog.add_sampler(held)
+    outcome = await backend.run(SaveWeightsForSampler(sampling_session_id=sampler_id))
+    assert reason_of(outcome) is ReasonCode.REQUEST_REJECTED
+    assert outcome.failure is not None
+    assert re.search(r"sampler number 3 .*; count on$", outcome.failure.message)
+    assert (outcome.writes, await sampler_of(backend, sampler_id)) == ((), held)
+    assert backend.replica.engine.calls["capture"] == 0
+    assert (await backend.run(SaveWeightsForSampler(sampling_session_id=f"{SESSION}:sample:4"))).failure is None
+
+
+async def test_of_two_models_that_save_under_one_sampler_number_at_once_the_second_is_refused(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both have found the number free; neither has settled."""
+    other = replace(INFO, lane=lane_of(1))
+    await backend.run(CreateModel(lora=LORA), other)
+
+    async def free(*_: object) -> None:
+        return None
+
+    monkeypatch.setattr(backend.replica.backend, "_check_number_is_free", free)
+    command = SaveWeightsForSampler(sampling_session_id=f"{SESSION}:sample:3")
+    first, second = await backend.run(command), await backend.run(command, other)
+    assert (first.failure, reason_of(second)) == (None, ReasonCode.REQUEST_REJECTED)
+    backend.world.store.apply((*first.writes, *second.writes))
+    assert (await sampler_of(backend, f"{SESSION}:sample:3")).artifact == first.artifact
+    assert list(backend.world.checkpoints.artifacts()) == [first.artifact]  # what was captured for nothing is gone
+
+
+async def test_a_save_under_a_sampler_number_that_is_run_again_is_the_same_save(backend: Backend) -> None:
+    """By the same owner, and by the next one after a crash before the settle."""
+    command = SaveWeightsForSampler(sampling_session_id=f"{SESSION}:sample:3")
+    for info in (INFO, INFO, replace(INFO, token=5)):
+        (outcome,) = await backend.replica.backend.run(info, [ready(1, command)])
+        assert outcome.failure is None
+        assert outcome.artifact == artifact_id(TENANT, lane_of(), ArtifactKind.SAMPLER, seq=1, token=info.token)
+        backend.world.store.apply(outcome.writes)
+        assert (await sampler_of(backend, f"{SESSION}:sample:3")).artifact == outcome.artifact
 
 
 @pytest.mark.parametrize("optimizer", [True, False])

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 import pytest
 from pydantic import Field
+from pydantic.fields import FieldInfo
 
 from tests.docs_scripts import load_script
 from tinsmith.protocol.arrays import IntArray
@@ -35,6 +36,20 @@ def test_every_request_has_its_route_its_fields_and_their_roles(page: str) -> No
 def test_links_lead_to_sections_of_the_page(page: str) -> None:
     sections = {heading.lower() for heading in re.findall(r"^#+ (.+)$", page, re.MULTILINE)}
     assert set(re.findall(r"\]\(#(\w+)\)", page)) <= sections
+
+
+def test_a_stream_answers_lines(page: str) -> None:
+    section = page.split("### POST /sample_stream\n")[1].split("\n### ")[0]
+    assert "Answers lines of JSON, each a [StreamFrame](#streamframe)." in section
+    assert "[](#)" not in page
+
+
+@pytest.mark.parametrize(
+    ("default", "spelt"),
+    [(1, "`1`"), (0, "`0`"), (1.0, "`1.0`"), (0.0, "`0.0`"), (True, "true"), (False, "false"), (None, "null"), ((), "empty"), ("a", "`a`")],
+)
+def test_numbers_are_told_from_booleans(default: object, spelt: str) -> None:
+    assert reference._default(FieldInfo(default=default)) == spelt
 
 
 @pytest.mark.parametrize(

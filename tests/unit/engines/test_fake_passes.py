@@ -160,6 +160,7 @@ BAD = {
     "its optimizer is another": TrainStep(train(1), OptimStep(optimizer=SgdParams())),
     "it has no backward": TrainStep(train(1, backward=False), optim()),
     "half a pair": TrainStep(replace(pairs(), data=pairs().data[:3]), optim()),
+    "its weights overflow": TrainStep(train(1), OptimStep(optimizer=AdamParams(learning_rate=1e308, weight_decay=10.0))),
     "its margin overflows": TrainStep(pairs(beta=1e308), OptimStep(optimizer=AdamParams())),
 }
 
@@ -172,6 +173,18 @@ def test_a_train_step_that_is_refused_changes_nothing(engine: FakeTrainingEngine
     before = state(engine)
     (answer,) = run(engine, BAD[why])
     assert isinstance(answer, ValidationFailed)
+    assert state(engine) == before
+
+
+@pytest.mark.parametrize("kind", [AdamParams, SgdParams])
+def test_a_step_that_leaves_weights_that_are_not_finite_is_refused(kind: type[AdamParams | SgdParams]) -> None:
+    engine = FakeTrainingEngine()
+    engine.create_adapter("m", LORA)
+    run(engine, TrainStep(train(1, 2, 3), OptimStep(optimizer=kind())), train(1, 2, 3))
+    before = state(engine)
+    (answer,) = run(engine, OptimStep(optimizer=kind(learning_rate=1e308, weight_decay=1e308)))
+    assert isinstance(answer, ValidationFailed)
+    assert answer.message.startswith("learning_rate: a step of 1e+308")
     assert state(engine) == before
 
 

@@ -1,5 +1,7 @@
 """Steps and schedules beside torch.optim, and what keeps one optimizer's state from another."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -75,6 +77,88 @@ def test_momentum_may_come_and_go_as_in_torch() -> None:
         optimizer.step()
         adapter.train(gradient, SgdParams(momentum=momentum))
     assert torch.equal(adapter.weights_P, parameter.data)
+
+
+OVERFLOWING = [
+    AdamParams(learning_rate=1e308),
+    AdamParams(learning_rate=3e38),
+    AdamParams(learning_rate=1e30, weight_decay=1e30),
+    AdamParams(eps=1e-320),
+    SgdParams(learning_rate=1e308),
+    SgdParams(learning_rate=3e38, momentum=0.9, grad_clip_norm=5.0),
+    SgdParams(weight_decay=1e308),
+]
+
+
+def buffers_of(adapter: Adapter) -> list[bytes]:
+    assert adapter.moments is not None
+    assert adapter.grad_P is not None
+    held = (adapter.weights_P, adapter.grad_P, adapter.moments.exp_avg_P, adapter.moments.exp_avg_sq_P)
+    return [values.numpy().tobytes() for values in held if values is not None]
+
+
+def trained_adapter(params: OptimizerParams) -> Adapter:
+    """With a step of sound rates behind it and a gradient, of which an element is 0."""
+    torch.manual_seed(5)
+    adapter = adapter_of(torch.randn(SIZE))
+    sound = AdamParams() if isinstance(params, AdamParams) else SgdParams(momentum=0.9)
+    gradient = torch.randn(SIZE)
+    gradient[0] = 0
+    adapter.train(gradient.clone(), sound)
+    adapter.accumulate(gradient)
+    return adapter
+
+
+@pytest.mark.proves("R10")
+@pytest.mark.parametrize("params", OVERFLOWING)
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_a_step_that_leaves_weights_that_are_not_finite_is_refused_and_has_no_effect(params: OptimizerParams, is_fused: bool) -> None:
+    adapter = trained_adapter(params)
+    before = buffers_of(adapter)
+    step = partial(adapter.train, torch.zeros(SIZE), params) if is_fused else partial(adapter.step, params)
+    with pytest.raises(ValidationFailed, match=r"^learning_rate: a step of .* not finite, the model is as it was; lower it"):
+        step()
+    assert buffers_of(adapter) == before
+    assert adapter.moments is not None
+    assert adapter.moments.step == 1
+
+
+def test_a_first_step_that_is_refused_leaves_no_moments() -> None:
+    adapter = adapter_of(torch.ones(SIZE))
+    with pytest.raises(ValidationFailed, match="learning_rate"):
+        adapter.train(torch.ones(SIZE), AdamParams(learning_rate=1e308))
+    assert (adapter.moments, adapter.grad_P, adapter.weights_P.tolist()) == (None, None, [1.0] * SIZE)
+
+
+@pytest.mark.parametrize("params", [AdamParams(learning_rate=1e35), SgdParams(learning_rate=1e36), AdamParams(eps=1e-40)])
+def test_a_risky_step_that_comes_out_finite_is_that_of_torch(params: OptimizerParams) -> None:
+    torch.manual_seed(6)
+    start, gradient = torch.randn(SIZE), torch.randn(SIZE)
+    parameter = nn.Parameter(start.clone())
+    optimizer = torch_optimizer(parameter, params)
+    parameter.grad = gradient.clone()
+    optimizer.step()
+    adapter = adapter_of(start)
+    moments = Moments.fresh(params, gradient)
+    assert not adapter._is_safe(moments, params, float(gradient.norm()), params.learning_rate)
+    adapter.train(gradient, params)
+    assert torch.equal(adapter.weights_P, parameter.data)
+
+
+def test_a_gradient_whose_square_overflows_does_not_spoil_the_moments() -> None:
+    adapter = trained_adapter(AdamParams())
+    before = buffers_of(adapter)
+    with pytest.raises(ValidationFailed, match="not finite"):
+        adapter.train(torch.full((SIZE,), 1e30), AdamParams())
+    assert buffers_of(adapter) == before
+
+
+@pytest.mark.parametrize("params", [AdamParams(), AdamParams(learning_rate=1.0, weight_decay=0.1, eps=1e-8), SgdParams(momentum=0.9)])
+def test_a_usual_step_is_done_in_place(params: OptimizerParams) -> None:
+    adapter = adapter_of(torch.randn(SIZE))
+    weights_P = adapter.weights_P
+    adapter.train(1000 * torch.randn(SIZE), params)
+    assert adapter.weights_P is weights_P
 
 
 def test_the_first_buffer_is_the_gradient() -> None:

@@ -229,6 +229,18 @@ def test_a_train_step_whose_norm_is_not_finite_leaves_everything_as_it_was(engin
 
 
 @pytest.mark.proves("R10")
+@pytest.mark.parametrize("params", [AdamParams(learning_rate=1e308), AdamParams(learning_rate=3e38)])
+def test_a_step_that_would_spoil_the_weights_is_refused_and_training_goes_on(engine: PeftEngine, params: AdamParams) -> None:
+    before, step = state(engine, "m"), OptimStep(optimizer=params)
+    for command in (step, TrainStep(compute(data_of("cross_entropy")), step)):
+        refusal = refused(engine, "m", command)
+        assert isinstance(refusal, ValidationFailed)
+        assert "learning_rate" in refusal.message
+        assert state(engine, "m") == before
+    assert isinstance(run(engine, "m", STEP)[0], OptimOutput)
+
+
+@pytest.mark.proves("R10")
 @pytest.mark.parametrize("loss_fn", sorted(LOSSES))
 def test_an_exception_in_a_loss_is_no_success_and_leaves_nothing(engine: PeftEngine, monkeypatch: pytest.MonkeyPatch, loss_fn: str) -> None:
     before = state(engine, "m")

@@ -5,6 +5,8 @@ import logging
 import pytest
 
 from tests.fakes.face import open_face
+from tinsmith.gateway.auth import MAX_HEAD, MAX_HEADERS
+from tinsmith.protocol.native import PREFIX
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost:9999", "LOCALHOST", "[::1]:8700", "[::1]"])
@@ -51,3 +53,23 @@ async def test_a_key_is_neither_needed_nor_logged(face, caplog):
     await face.post("/create_session", {}, x_api_key="tml-very-secret")
     await face.post("/no_such_route", {}, x_api_key="tml-very-secret")
     assert "tml-very-secret" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("query", "headers", "bound"),
+    [
+        ("", [(f"x-{number}", "") for number in range(MAX_HEADERS)], f"send {MAX_HEADERS} or fewer"),
+        ("", [("x", "v" * MAX_HEAD)], f"more than {MAX_HEAD} bytes"),
+        ("?" + "q" * (MAX_HEAD - 9000), [("x", "v" * 9000)], f"more than {MAX_HEAD} bytes"),
+    ],
+)
+async def test_the_head_of_a_request_is_bounded_on_every_face(face, query, headers, bound):
+    for path, text in (("/healthz", "detail"), ("/no/such/path", "detail"), (f"{PREFIX}/status", "error")):
+        answer = await face.http.get(path + query, headers=[("host", "localhost"), *headers])
+        assert (answer.status_code, answer.json()["reason"]) == (400, "invalid_request")
+        assert bound in answer.json()[text]
+
+
+async def test_a_head_within_its_bounds_is_served(face):
+    headers = [("host", "localhost"), *((f"x-{number}", "v" * 400) for number in range(MAX_HEADERS - 20))]
+    assert (await face.http.get("/healthz", headers=headers)).status_code == 200

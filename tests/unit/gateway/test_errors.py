@@ -46,6 +46,13 @@ async def test_unknown_paths_and_methods_answer_in_json(face: Face):
     assert (missing.status_code, missing.json()["reason"]) == (404, "resource_not_found")
     wrong = await face.http.get("/api/v1/optim_step")
     assert (wrong.status_code, wrong.json()["reason"]) == (405, "invalid_request")
+    assert wrong.json()["detail"] == "GET /api/v1/optim_step: Method Not Allowed; use POST"
+
+
+async def test_a_wrong_method_is_told_the_right_one_outside_of_both_protocols_too(face: Face):
+    wrong = await face.http.post("/metrics")
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, "GET")
+    assert wrong.json()["detail"] == "POST /metrics: Method Not Allowed; use GET"
 
 
 @pytest.mark.proves("R15")

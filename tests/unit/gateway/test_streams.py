@@ -102,6 +102,18 @@ async def test_a_second_stream_of_a_request_begins_with_what_the_first_has_heard
         assert told(first.take()) == [(0, 3, (1,))]
 
 
+async def test_a_sample_is_ours_until_its_last_stream_is_closed() -> None:
+    streams = Streams()
+    assert not streams.is_ours("r")
+    with streams.open("r"):
+        streams.own("r")
+        with streams.open("r"):
+            assert not streams.is_last("r")
+        assert streams.is_last("r")
+        assert streams.is_ours("r")
+    assert not streams.is_ours("r")
+
+
 async def test_open_streams_are_measured() -> None:
     measured: list[telemetry.Measurement] = []
     streams = Streams()

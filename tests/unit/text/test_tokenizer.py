@@ -4,6 +4,8 @@ import random
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import models, pre_tokenizers
 
 from tinsmith.protocol.sessions import BaseModelInfo
 from tinsmith.text.tokenizer import Tokenizer
@@ -30,6 +32,25 @@ def test_special_tokens_are_kept_unless_asked(tokenizer: Tokenizer) -> None:
     tokens = tokenizer.encode("<|im_start|>hi<|im_end|>")
     assert tokenizer.decode(tokens) == "<|im_start|>hi<|im_end|>"
     assert tokenizer.decode(tokens, skip_special_tokens=True) == "hi"
+
+
+def test_control_tokens_are_the_special_ones(tokenizer: Tokenizer) -> None:
+    assert {"<|im_start|>", "<|im_end|>", "<|endoftext|>"} <= set(tokenizer.control_tokens())
+    assert all(len(tokenizer.encode(token)) == 1 for token in tokenizer.control_tokens())
+
+
+def test_no_token_stands_for_more_characters_than_the_longest(tokenizer: Tokenizer) -> None:
+    assert len(tokenizer.encode("#" * 80)) == 1
+    assert 80 <= tokenizer.longest_token() <= 100
+
+
+def test_a_text_that_goes_on_has_no_mark_of_a_beginning(tokenizer: Tokenizer) -> None:
+    assert tokenizer.encode_on("word") == tokenizer.encode("word")
+    characters = ["Ġ", "Ċ", "w", "o", "r", "d"]
+    marking = FastTokenizer(models.BPE({character: place for place, character in enumerate(characters)}, []))
+    marking.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    assert Tokenizer(marking).encode("word") == [0, 2, 3, 4, 5]
+    assert Tokenizer(marking).encode_on("word") == [2, 3, 4, 5]
 
 
 def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from tinsmith.gateway.preflight import check_compute
 from tinsmith.gateway.submission import derived_seed
 from tinsmith.protocol import native
 from tinsmith.protocol.arrays import Array
-from tinsmith.protocol.errors import InputTokensExceeded, PayloadTooLarge, ValidationFailed
+from tinsmith.protocol.errors import InputTokensExceeded, ValidationFailed
 from tinsmith.protocol.inputs import Datum, ModelInput, TextChunk
 from tinsmith.protocol.loss_checks import FieldNames
 from tinsmith.protocol.losses import LOSSES
@@ -22,7 +22,7 @@ from tinsmith.protocol.sampling import SamplingParams
 from tinsmith.protocol.sessions import BaseModelInfo, ModelRecord
 from tinsmith.protocol.tensors import DType, Tensor, int64_values
 from tinsmith.protocol.training import Compute, LoraConfig, OptimStep
-from tinsmith.protocol.wire_bounds import MAX_COMMAND, MAX_DATUMS, check_command_size, check_count, check_parts
+from tinsmith.protocol.wire_bounds import MAX_DATUMS, check_command_size, check_count, check_parts
 from tinsmith.text.conversations import Conversations, Rendered
 
 _TARGETS, _WEIGHTS = "target_tokens", "weights"
@@ -39,10 +39,9 @@ _BATCH_NAMES = FieldNames(
 
 
 def compute_of(body: PassRequest, base: BaseModelInfo, texts: Conversations | None) -> Compute:
-    """`texts` is there where the request holds text. Raises ValidationFailed, InputTokensExceeded, PayloadTooLarge."""
-    data = tuple(_data(body, base, texts))
-    check_parts(sum(1 + len(datum.loss_fn_inputs) for datum in data))
-    check_command_size(sum(_size(datum) for datum in data))
+    """`texts` is there where the request holds text, whose bounds were checked (`text_bounds`). Raises ValidationFailed,
+    InputTokensExceeded, PayloadTooLarge."""
+    data = tuple(_bounded(_data(body, base, texts)))
     command = Compute(
         data=data,
         loss_fn=body.loss,
@@ -83,7 +82,7 @@ def lora_of(options: LoraOptions | None, rid: str) -> LoraConfig:
 
 
 def prompt_of(body: native.Sample, texts: Conversations | None) -> ModelInput:
-    """Raises ValidationFailed."""
+    """`texts` as in `compute_of`. Raises ValidationFailed."""
     if body.prompt_ids is not None:
         return _model_input(_one_row(body.prompt_ids, "prompt_ids"), "prompt_ids")
     if texts is None:
@@ -120,20 +119,22 @@ def _data(body: PassRequest, base: BaseModelInfo, texts: Conversations | None) -
         raise ValidationFailed("conversations, texts: the base model has no tokenizer; send token ids")
     has_targets = body.loss not in LOSSES or _TARGETS in LOSSES[body.loss].inputs
     if body.conversations is not None:
-        _check_text_size("conversations", (message.content for sent in body.conversations for message in sent.messages))
         for index, conversation in enumerate(body.conversations):
             yield _supervised(conversation, f"conversations[{index}]", base, texts, has_targets=has_targets)
     else:
-        sent_texts = body.texts or ()
-        _check_text_size("texts", sent_texts)
-        for index, text in enumerate(sent_texts):
-            yield _plain(texts.encode(text), f"texts[{index}]", has_targets=has_targets)
+        for index, text in enumerate(body.texts or ()):
+            yield _plain(texts.encode(text), f"texts[{index}]", base, has_targets=has_targets)
 
 
-def _check_text_size(field: str, texts: Iterable[str]) -> None:
-    size = sum(map(len, texts))
-    if size > MAX_COMMAND:
-        raise PayloadTooLarge(f"{field}: {size} characters, the bound is {MAX_COMMAND}; send several commands")
+def _bounded(data: Iterable[Datum]) -> Iterator[Datum]:
+    """The data, no more than a command may hold: what is over a bound is not made."""
+    num_parts, size = 0, 0
+    for datum in data:
+        num_parts += 1 + len(datum.loss_fn_inputs)
+        size += _size(datum)
+        check_parts(num_parts)
+        check_command_size(size)
+        yield datum
 
 
 # Token ids, by column.
@@ -201,7 +202,10 @@ def _shifted(rendered: Rendered) -> Datum:
     )
 
 
-def _plain(tokens: list[int], field: str, *, has_targets: bool) -> Datum:
+def _plain(tokens: list[int], field: str, base: BaseModelInfo, *, has_targets: bool) -> Datum:
+    num_inputs = len(tokens) - has_targets
+    if num_inputs > base.max_context:
+        raise InputTokensExceeded(f"{field}: {num_inputs} tokens exceed the context of {base.max_context}; shorten it")
     if not has_targets:
         return Datum(_packed(tokens), {})
     if len(tokens) < 2:

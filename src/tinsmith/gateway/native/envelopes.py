@@ -16,7 +16,7 @@ from tinsmith.gateway.errors import NATIVE_STATUS
 from tinsmith.gateway.native import results
 from tinsmith.gateway.waiting import queue_state
 from tinsmith.protocol.envelopes import ErrorPayload, TaskEnvelope
-from tinsmith.protocol.errors import NotFound
+from tinsmith.protocol.errors import NotFound, SessionEnded, UserError
 from tinsmith.protocol.futures import FutureRecord, State
 from tinsmith.protocol.training import Kind
 
@@ -24,7 +24,7 @@ _INLINE_BYTES = 64 * 1024  # of a result: decoding more than this leaves the eve
 
 
 async def envelope_of(services: Services, record: FutureRecord) -> TaskEnvelope:
-    """Raises NotFound where the result is no longer kept."""
+    """Raises SessionEnded for a result that went with its session or model, NotFound for one past its retention."""
     state, reason = (None, None) if record.state.is_terminal else await queue_state(services, record)
     failure = record.failure
     return TaskEnvelope(
@@ -63,9 +63,26 @@ def _is_large(record: FutureRecord) -> bool:
 async def _result(services: Services, record: FutureRecord) -> JsonValue:
     stored = await services.lanes.result(record.tenant, record.rid)
     if stored is None:
-        raise NotFound(f"request {record.rid}: its result is no longer kept; run it again")
+        raise await _gone(services, record)
     to_text = await _to_text(services, record) if record.kind is Kind.SAMPLE else None
     return await bodies.off_loop(lambda: results.decode(record, stored, to_text), is_large=_is_large(record))
+
+
+async def _gone(services: Services, record: FutureRecord) -> UserError:
+    """Why a completed command has no result any more."""
+    rid = record.rid
+    try:
+        if (await services.catalog.session(record.tenant, record.session)).ended_ms is not None:
+            return SessionEnded(
+                f"session {record.session} has ended, the result of request {rid} is no longer kept; begin a new one and load a checkpoint"
+            )
+        if record.kind is not Kind.SAMPLE and (await services.catalog.model(record.tenant, record.lane)).ended_ms is not None:
+            return SessionEnded(
+                f"model {record.lane} was unloaded, the result of request {rid} is no longer kept; load a checkpoint into a new model"
+            )
+    except NotFound:  # they are forgotten in their turn
+        pass
+    return NotFound(f"request {rid}: its result is no longer kept; run it again")
 
 
 async def _to_text(services: Services, record: FutureRecord) -> results.ToText | None:

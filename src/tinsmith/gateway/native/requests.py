@@ -20,6 +20,7 @@ MAX_DETAILS = 64  # faults that an answer lists
 MAX_SHOWN = 3  # of these, in its one line
 _MAX_DETAIL = 300  # characters of one
 _OURS = "Value error, "  # what pydantic puts before a message of our own
+_KINDS = {"Tuple": "list", "Dictionary": "object"}  # as a message names what is too short or too long
 
 AnyRequest = TypeVar("AnyRequest", bound=StrictRequest)
 
@@ -39,7 +40,7 @@ def validate(kind: type[AnyRequest], body: bytes) -> AnyRequest:
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
-        faults = error.errors(include_url=False, include_input=False)
+        faults = _without_echoes(error.errors(include_url=False, include_input=False))
         if faults[0]["type"] == "json_invalid":
             raise InvalidRequest(f"body: no valid JSON ({faults[0]['msg']}); send a JSON object") from error
         details = [_line(fault) for fault in faults[:MAX_DETAILS]]
@@ -47,10 +48,29 @@ def validate(kind: type[AnyRequest], body: bytes) -> AnyRequest:
         raise ValidationFailed("; ".join(details[:MAX_SHOWN]) + hidden, details) from error
 
 
+def _without_echoes(faults: list[ErrorDetails]) -> list[ErrorDetails]:
+    """A list whose items are at fault is empty once they are dropped; that it is too short is then not the caller's fault."""
+    above = {fault["loc"][:depth] for fault in faults for depth in range(1, len(fault["loc"]))}
+    return [fault for fault in faults if not (fault["type"] == "too_short" and fault["loc"] in above)]
+
+
 def _line(fault: ErrorDetails) -> str:
     """`field: message`. A check of several fields names them itself."""
     where = ".".join(map(str, fault["loc"]))
-    message = "no such field; leave it out" if fault["type"] == "extra_forbidden" else fault["msg"].removeprefix(_OURS)
+    message = _message(fault)
     if not where:
         where = "" if fault["type"] == "value_error" else "body"
     return one_line(f"{where}: {message}" if where else message)[:_MAX_DETAIL]
+
+
+def _message(fault: ErrorDetails) -> str:
+    """In words of JSON, where pydantic speaks of Python's classes."""
+    message = fault["msg"].removeprefix(_OURS)
+    match fault["type"]:
+        case "extra_forbidden":
+            return "no such field; leave it out"
+        case "too_short" | "too_long":
+            kind, _, rest = message.partition(" ")
+            return f"{_KINDS.get(kind, kind)} {rest.replace(' after validation', '')}"
+        case _:
+            return message

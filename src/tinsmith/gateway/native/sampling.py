@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from tinsmith.gateway import bodies
 from tinsmith.gateway.deps import Services, ServicesDep, TenantDep
 from tinsmith.gateway.native.admission import check_engine_fields, sampling_engine
 from tinsmith.gateway.native.commands import prompt_of, sampling_of
 from tinsmith.gateway.native.documents import taking
 from tinsmith.gateway.native.requests import read
 from tinsmith.gateway.native.tasks import promise
+from tinsmith.gateway.native.text_bounds import check_prompt
 from tinsmith.gateway.preflight import check_sample
 from tinsmith.gateway.samplers import open_sampler
 from tinsmith.gateway.submission import submit_sample
@@ -19,9 +19,10 @@ from tinsmith.protocol import native, sampling
 from tinsmith.protocol.envelopes import TaskEnvelope
 from tinsmith.protocol.errors import InvalidRequest, ValidationFailed
 from tinsmith.protocol.ids import WorkKind
+from tinsmith.protocol.inputs import ModelInput
 from tinsmith.protocol.native import CreateSampler, Sample
 from tinsmith.protocol.native_answers import SamplerInfo
-from tinsmith.protocol.sessions import SamplerRecord
+from tinsmith.protocol.sessions import BaseModelInfo, SamplerRecord
 from tinsmith.state.lanes import Submitted
 
 router = APIRouter()
@@ -45,7 +46,7 @@ async def create_sampler(request: Request, services: ServicesDep, tenant: Tenant
 @router.post(Sample.path, **taking(Sample, TaskEnvelope))
 async def sample(request: Request, services: ServicesDep, tenant: TenantDep) -> Response:
     """The same seq id again is a repeat and answers the same command."""
-    checked = await check(services, tenant, await read(request, Sample))
+    checked = await check(request, services, tenant, await read(request, Sample))
     await submit(services, checked)
     return await promise(services, tenant, checked.rid)
 
@@ -61,15 +62,15 @@ class CheckedSample:
     room: int
 
 
-async def check(services: Services, tenant: str, body: Sample) -> CheckedSample:
-    """Raises NotFound, SessionEnded, ValidationFailed, InputTokensExceeded."""
+async def check(request: Request, services: Services, tenant: str, body: Sample) -> CheckedSample:
+    """Raises NotFound, SessionEnded, ValidationFailed, InputTokensExceeded, PayloadTooLarge; ClientDisconnect as `Renderers.run` does."""
     sampler = await services.catalog.sampler(tenant, body.sampler_id)
     await services.catalog.live_session(tenant, sampler.session_id)
     base = services.base_model(sampler.base_model)
     engine, capability = sampling_engine(services, base.name)
     check_engine_fields(body, capability.fields, engine)
     rid = await services.request_id(WorkKind.SAMPLING, tenant, sampler.sampler_id, body.seq_id)
-    command = await _command(services, body, base.name, rid, sampler.artifact)
+    command = await _command(request, services, body, base, rid, sampler.artifact)
     check_sample(command, base)
     return CheckedSample(sampler, body.seq_id, rid, command, base.max_context - len(command.prompt))
 
@@ -81,14 +82,23 @@ async def submit(services: Services, checked: CheckedSample, *, reply_to: str = 
     )
 
 
-async def _command(services: Services, body: native.Sample, base_model: str, rid: str, adapter: str | None) -> sampling.Sample:
-    field = "messages" if body.messages is not None else None if body.text is None else "text"
-    texts = None if field is None else await services.renderers.need(services.base_model(base_model), field)
+async def _command(
+    request: Request, services: Services, body: native.Sample, base: BaseModelInfo, rid: str, adapter: str | None
+) -> sampling.Sample:
     return sampling.Sample(
-        prompt=await bodies.off_loop(lambda: prompt_of(body, texts), is_large=texts is not None),
+        prompt=await _prompt(request, services, body, base),
         params=sampling_of(body, rid),
         num_samples=body.num_samples,
         adapter=adapter,
         prompt_logprobs=body.prompt_logprobs,
         topk_prompt_logprobs=body.topk_prompt_logprobs,
     )
+
+
+async def _prompt(request: Request, services: Services, body: native.Sample, base: BaseModelInfo) -> ModelInput:
+    """Text is rendered off the event loop."""
+    if body.prompt_ids is not None:
+        return prompt_of(body, None)
+    texts = await services.renderers.need(base, "text" if body.messages is None else "messages")
+    check_prompt(body, base, texts)
+    return await services.renderers.run(request, lambda: prompt_of(body, texts))

@@ -1,8 +1,11 @@
 """sample_stream: a sample whose tokens are told while they are drawn, as lines of JSON.
 
 The stream and the waiter for its end are registered before the sample is submitted, so nothing falls between. Tokens come through this
-process's inbox and may be late, doubled or missing; the stored result is the truth and fills what is missing. Whoever submitted the sample
-owns it: when that answer ends before the sample does, by a bound or with its connection, the sample is aborted.
+process's inbox and may be late, doubled or missing; the stored result is the truth and fills what is missing.
+
+The process that queued the sample owns it: when the last of its answers here ends before the sample does, the sample is aborted. At a bound
+that is at once. With a broken connection it is after `Streams.grace_s`, so that the caller may ask again under the same seq id and follow
+the sample on. A gateway hears nothing of streams at another one: who comes back there loses the sample, and asks under a new seq id.
 """
 
 import asyncio
@@ -47,7 +50,7 @@ router = APIRouter()
 async def sample_stream(request: Request, services: ServicesDep, tenant: TenantDep) -> Response:
     """A refused request is answered as everywhere. From the first line on, every end is a line of its own: `done` or `error`."""
     body = await read(request, SampleStream)
-    checked = await check(services, tenant, body)
+    checked = await check(request, services, tenant, body)
     rid, base = checked.rid, checked.sampler.base_model
     _check_engine(services, base)
     if not await _samplers(services, base) and await services.lanes.look(tenant, rid) is None:
@@ -56,23 +59,25 @@ async def sample_stream(request: Request, services: ServicesDep, tenant: TenantD
         stream = stack.enter_context(services.streams.open(rid))
         stack.enter_context(services.polls.hold(stream))
         waiter = stack.enter_context(services.events.register(SETTLED, rid))
-        submitted = await submit(services, checked, reply_to=inbox_topic(services.process_id))
-        watch = _Watch(services, tenant, base, stream, waiter, is_owner=submitted.is_fresh, registered=stack.pop_all())
+        if (await submit(services, checked, reply_to=inbox_topic(services.process_id))).is_fresh:
+            services.streams.own(rid)
+        watch = _Watch(services, tenant, base, stream, waiter, registered=stack.pop_all())
     return LinesAnswer(watch.lines(), watch.release, bound_s=services.config.execution.timeout_s + _READ_S)
 
 
 @dataclass(slots=True)
 class _Watch:
-    """One answer that follows one sample. `registered`: what ends with it. has_ended: the sample has, or nothing of it is left."""
+    """One answer that follows one sample. `registered`: what ends with it. `has_ended`: the sample has, or nothing of it is left.
+    `is_told`: the caller was told why it sees no end of the sample."""
 
     services: Services
     tenant: str
     base: str
     stream: Stream
     waiter: Waiter
-    is_owner: bool
     registered: contextlib.ExitStack
     has_ended: bool = False
+    is_told: bool = False
 
     async def lines(self) -> AsyncGenerator[bytes]:
         async with contextlib.aclosing(self._frames()) as frames:
@@ -80,15 +85,27 @@ class _Watch:
                 yield await _line(frame)
 
     async def release(self) -> None:
-        """Unregister; abort the sample if it still runs and is ours. A gateway that stops leaves it running: its caller may come back for
-        the result, with the same seq id or the request id."""
-        self.registered.close()
-        if self.has_ended or not self.is_owner or self.services.polls.are_ending:
+        """Unregister; abort the sample if it still runs, is ours, and nobody comes back for it. A gateway that stops leaves it running: its
+        caller may come back for the result, with the same seq id or the request id."""
+        with self.registered:
+            is_unwanted = await self._is_unwanted()
+        if not is_unwanted:
             return
         try:
             await _abort(self.services, self.tenant, self.base, self.stream.rid)
         except StateContention as error:
             _log.warning("a sample that nobody waits for could not be aborted, its bounds will end it (%s)", error)
+
+    async def _is_unwanted(self) -> bool:
+        """Known after the grace, where a connection broke. The stream stays open meanwhile: who comes back is told what it has heard."""
+        streams, polls, rid = self.services.streams, self.services.polls, self.stream.rid
+        if self.has_ended or not streams.is_ours(rid):
+            return False
+        now = asyncio.get_running_loop().time
+        until = now() if self.is_told else now() + streams.grace_s
+        while now() < until and streams.is_last(rid) and not polls.are_ending:
+            await self.stream.wait(until - now())
+        return streams.is_last(rid) and not polls.are_ending
 
     async def _frames(self) -> AsyncGenerator[StreamFrame]:
         yield StreamFrame(type="start", request_id=self.stream.rid)
@@ -101,14 +118,18 @@ class _Watch:
             for frame in await self._last(await ending):
                 yield frame
         except TinsmithError as error:
+            self.is_told = True
             yield _error_frame(self.stream.rid, error)
         finally:
             ending.cancel()
             await asyncio.gather(ending, return_exceptions=True)
 
     async def _deltas(self, ending: "asyncio.Task[TaskEnvelope]") -> AsyncGenerator[StreamFrame]:
-        """What is heard until the sample ends. Raises ExecutionTimeout at either bound, GateUnavailable where this gateway stops."""
-        item_s, total_s = self.services.streams.item_s, self.services.config.execution.timeout_s
+        """What is heard until the sample ends. Raises ExecutionTimeout at either bound, GateUnavailable where this gateway stops.
+
+        The tokens of a sample that was submitted elsewhere are told there, so silence says nothing here."""
+        total_s = self.services.config.execution.timeout_s
+        item_s = self.services.streams.item_s if self.services.streams.is_ours(self.stream.rid) else total_s
         deadline = asyncio.get_running_loop().time() + total_s
         while not ending.done():
             if self.services.polls.are_ending:

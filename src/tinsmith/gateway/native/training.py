@@ -4,6 +4,7 @@ A call that is refused leaves nothing behind, so its seq id is still free: the c
 """
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TypeVar
 
 from fastapi import APIRouter, Request
@@ -18,6 +19,7 @@ from tinsmith.gateway.native.commands import compute_of, num_ids, step_of, text_
 from tinsmith.gateway.native.documents import taking
 from tinsmith.gateway.native.requests import read
 from tinsmith.gateway.native.tasks import promise
+from tinsmith.gateway.native.text_bounds import check_data
 from tinsmith.gateway.submission import INLINE_TOKENS, queue, turn_of
 from tinsmith.protocol import ids, training
 from tinsmith.protocol.envelopes import TaskEnvelope
@@ -47,17 +49,17 @@ _Call = TypeVar("_Call", bound=ModelRequest)
 
 @router.post(Forward.path, **taking(Forward, TaskEnvelope))
 async def forward(request: Request, services: ServicesDep, tenant: TenantDep) -> Response:
-    return await _submit(request, services, tenant, Forward, Kind.FORWARD, _pass)
+    return await _submit(request, services, tenant, Forward, Kind.FORWARD, partial(_pass, request))
 
 
 @router.post(ForwardBackward.path, **taking(ForwardBackward, TaskEnvelope))
 async def forward_backward(request: Request, services: ServicesDep, tenant: TenantDep) -> Response:
-    return await _submit(request, services, tenant, ForwardBackward, Kind.FORWARD_BACKWARD, _pass)
+    return await _submit(request, services, tenant, ForwardBackward, Kind.FORWARD_BACKWARD, partial(_pass, request))
 
 
 @router.post(Evaluate.path, **taking(Evaluate, TaskEnvelope))
 async def evaluate(request: Request, services: ServicesDep, tenant: TenantDep) -> Response:
-    return await _submit(request, services, tenant, Evaluate, Kind.EVALUATE, _pass)
+    return await _submit(request, services, tenant, Evaluate, Kind.EVALUATE, partial(_pass, request))
 
 
 @router.post(OptimStep.path, **taking(OptimStep, TaskEnvelope))
@@ -72,7 +74,7 @@ async def optim_step(request: Request, services: ServicesDep, tenant: TenantDep)
 async def train_step(request: Request, services: ServicesDep, tenant: TenantDep) -> Response:
     async def build(services: Services, model: ModelRecord, body: TrainStep) -> training.TrainStep:
         step = _step(services, model, body.optimizer)
-        return training.TrainStep(await _pass(services, model, body), step)
+        return training.TrainStep(await _pass(request, services, model, body), step)
 
     return await _submit(request, services, tenant, TrainStep, Kind.TRAIN_STEP, build)
 
@@ -131,13 +133,16 @@ async def _submit(
     return await promise(services, tenant, turn.rid)
 
 
-async def _pass(services: Services, model: ModelRecord, body: PassRequest) -> Compute:
+async def _pass(request: Request, services: Services, model: ModelRecord, body: PassRequest) -> Compute:
     """Rendering and packing leave the event loop, but for the smallest."""
     base = services.base_model(model.base_model)
     check_loss(services, base.name, body.loss)
     field = text_form(body)
-    texts = None if field is None else await services.renderers.need(base, field)
-    return await bodies.off_loop(lambda: compute_of(body, base, texts), is_large=field is not None or _is_large(body))
+    if field is None:
+        return await bodies.off_loop(lambda: compute_of(body, base, None), is_large=_is_large(body))
+    texts = await services.renderers.need(base, field)
+    check_data(body, base, texts)
+    return await services.renderers.run(request, lambda: compute_of(body, base, texts))
 
 
 def _step(services: Services, model: ModelRecord, asked: AdamWConfig | SgdConfig | None) -> training.OptimStep:

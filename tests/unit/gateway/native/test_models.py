@@ -8,7 +8,7 @@ from tests.fakes.face import BASE, Face, open_face
 from tests.unit.gateway.native.bodies import body_of, furnished
 from tests.unit.gateway.test_weights import keep
 from tinsmith.protocol.errors import StateContention
-from tinsmith.protocol.sessions import CheckpointKind
+from tinsmith.protocol.sessions import CheckpointKind, SamplerRecord
 from tinsmith.protocol.training import AdamParams, CreateModel, LoadWeights, LoraConfig, LrSchedule, SgdParams
 from tinsmith.state.quotas import MODEL_LEASE_MS
 
@@ -191,6 +191,18 @@ async def test_a_sampler_of_a_base_model_or_a_checkpoint(face: Face, kind):
         assert await face.native_ok("/create_sampler", body) == made
     again = await face.native("/create_sampler", {"session_id": session_id, "sampler_seq": 0, "checkpoint": held.path})
     assert (again.status_code, again.json()["reason"]) == (400, "request_rejected")
+
+
+async def test_a_sampler_number_that_was_published_on_is_no_base_model(face: Face):
+    session_id = await face.session()
+    published = SamplerRecord(
+        tenant="local", session_id=session_id, sampler_id=f"{session_id}:sample:2", base_model=BASE, artifact="a", created_ms=1
+    )
+    await face.services.catalog.add_sampler(published)
+    answer = await face.native("/create_sampler", {"session_id": session_id, "sampler_seq": 2, "base_model": BASE})
+    assert (answer.status_code, answer.json()["reason"]) == (400, "request_rejected")
+    assert "2 was used for another sampler; count on" in answer.json()["error"]
+    assert await face.services.catalog.sampler("local", published.sampler_id) == published
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
 """sample_stream over the memory store: a sampler that the test moves by hand, one line a frame."""
 
 import asyncio
+import contextlib
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -265,13 +266,11 @@ async def test_a_repeat_that_ends_early_leaves_the_sample_to_the_one_that_submit
     first = scene.begin()
     entry = await scene.take()
     scene.hear(entry.rid, 0, 7)
-    both = asyncio.Event()
-    with telemetry.recording(lambda one: both.set() if (one.name, one.value) == (telemetry.STREAMS_OPEN, 2) else None):
+    scene.face.services.streams.grace_s = 0
+    with opened(2) as are_both_open:
         repeat = scene.begin()
-        async with asyncio.timeout(WAIT_S):
-            await both.wait()
-    repeat.cancel()
-    await asyncio.gather(repeat, return_exceptions=True)
+        await are_both_open()
+    await cut(repeat)
     assert await scene.inbox() == []
     await scene.settle(entry, answer(7, 8))
     assert tokens_of(await scene.frames(first)) == [7, 8]
@@ -281,10 +280,106 @@ async def test_a_repeat_that_ends_early_leaves_the_sample_to_the_one_that_submit
 async def test_a_caller_that_goes_away_ends_the_stream_and_aborts_the_sample(scene: Scene) -> None:
     asked = scene.begin()
     entry = await scene.take()
-    asked.cancel()
-    await asyncio.gather(asked, return_exceptions=True)
+    scene.face.services.streams.grace_s = 0.05
+    await cut(asked)
     assert await scene.inbox(WAIT_S) == [SampleAbort(rid=entry.rid)]
     assert scene.face.services.streams.num_open == scene.face.services.polls.num_waiting == 0
+
+
+@pytest.mark.proves("R62")
+async def test_a_caller_that_comes_back_within_the_grace_follows_its_sample_from_the_first_token_on(scene: Scene) -> None:
+    first = scene.begin()
+    entry = await scene.take()
+    scene.hear(entry.rid, 0, 7)
+    await asyncio.sleep(0)
+    scene.face.services.streams.grace_s = 0.3
+    await cut(first)
+    scene.hear(entry.rid, 1, 8)
+    with opened(2) as are_both_open:
+        again = scene.begin()
+        await are_both_open()
+    assert await scene.inbox(0.5) == [], "the grace is over"
+    assert scene.face.services.streams.num_open == 1
+    await scene.settle(entry, answer(7, 8, 9))
+    assert tokens_of(await scene.frames(again)) == [7, 8, 9]
+    assert scene.face.services.streams.num_open == scene.face.services.polls.num_waiting == 0
+
+
+@pytest.mark.proves("R62")
+async def test_a_caller_whose_answer_never_came_finds_its_sample_unstarted_and_not_cancelled(scene: Scene) -> None:
+    scene.face.services.streams.grace_s = 0.3
+    first = scene.begin()
+    assert (await scene.face.lanes.wait(scene.cursors, WAIT_S)).events, "it is queued"
+    await turns()
+    await cut(first)
+    with opened(2) as are_both_open:
+        again = scene.begin()
+        await are_both_open()
+    entry = await scene.take()
+    await scene.settle(entry, answer(7))
+    assert tokens_of(await scene.frames(again)) == [7]
+
+
+@pytest.mark.proves("R62")
+async def test_one_who_took_a_stream_over_and_leaves_too_ends_its_sample(scene: Scene) -> None:
+    first = scene.begin()
+    entry = await scene.take()
+    scene.face.services.streams.grace_s = 0.1
+    await cut(first)
+    with opened(2) as are_both_open:
+        again = scene.begin()
+        await are_both_open()
+    await cut(again)
+    assert await scene.inbox(WAIT_S) == [SampleAbort(rid=entry.rid)]
+    assert scene.face.services.streams.num_open == 0
+
+
+async def test_a_gateway_that_stops_within_the_grace_ends_it_and_lets_the_sample_run(scene: Scene) -> None:
+    asked = scene.begin()
+    await scene.take()
+    scene.face.services.streams.grace_s = 60
+    await cut(asked)
+    with opened(0) as is_released:
+        scene.face.services.polls.end()
+        await is_released()
+    assert await scene.inbox(0.05) == []
+
+
+async def test_silence_does_not_end_a_stream_whose_tokens_are_told_at_another_gateway(
+    impatient: Callable[[float, float], Any],
+) -> None:
+    scene = await impatient(60, 0.05)
+    scene.face.services.streams.own = lambda rid: None
+    asked = scene.begin()
+    entry = await scene.take()
+    await asyncio.sleep(0.2)
+    await scene.settle(entry, answer(7, 8))
+    assert tokens_of(await scene.frames(asked)) == [7, 8]
+
+
+@contextlib.contextmanager
+def opened(count: int) -> Iterator[Callable[[], Awaitable[None]]]:
+    """What it yields returns once as many streams are open."""
+    reached = asyncio.Event()
+
+    async def reach() -> None:
+        async with asyncio.timeout(WAIT_S):
+            await reached.wait()
+
+    with telemetry.recording(lambda one: reached.set() if (one.name, one.value) == (telemetry.STREAMS_OPEN, count) else None):
+        yield reach
+
+
+async def cut(asked: "asyncio.Task[httpx.Response]") -> None:
+    """The caller's connection breaks. What its answer still has to do goes on."""
+    asked.cancel()
+    await turns()
+
+
+async def turns() -> None:
+    """Of the loop, more than an answer needs to begin or to end."""
+    for _ in range(20):
+        await asyncio.sleep(0)
 
 
 async def test_a_gateway_that_stops_ends_its_streams_with_an_error_frame_and_lets_the_sample_run(scene: Scene) -> None:

@@ -52,6 +52,28 @@ async def test_each_fault_has_a_line_of_its_own(face: Face):
 
 
 @pytest.mark.parametrize(
+    ("conversations", "details"),
+    [
+        (
+            [{"messages": [{"role": "x", "content": "a"}]}],
+            ["conversations.0.messages.0.role: Input should be 'system', 'user', 'assistant' or 'tool'"],
+        ),
+        ([{"messages": [{"role": "user", "content": "a", "z": 1}]}], ["conversations.0.messages.0.z: no such field; leave it out"]),
+        ([{"messages": []}], ["conversations.0.messages: list should have at least 1 item, not 0"]),
+        ([], ["conversations: list should have at least 1 item, not 0"]),
+        (
+            [{"messages": [{"role": "user", "content": "a"}] * 1025}],
+            ["conversations.0.messages: list should have at most 1024 items, not 1025"],
+        ),
+    ],
+)
+async def test_a_fault_of_an_item_is_not_told_of_its_list_too(face: Face, conversations, details):
+    body = {"model_id": "m", "seq_id": 1, "conversations": conversations}
+    answer = await face.native("/forward_backward", body)
+    assert (answer.status_code, answer.json()["details"]) == (422, details)
+
+
+@pytest.mark.parametrize(
     ("content", "status", "names"),
     [
         (b"{", 400, "JSON"),

@@ -157,6 +157,44 @@ async def test_a_result_that_was_freed_is_404_and_says_so(face: Face):
 
 
 @pytest.mark.proves("R24")
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [(("/unload_model", {"model_id": "MODEL"}), "was unloaded"), (("/end_session", {"session_id": "SESSION"}), "has ended")],
+)
+async def test_a_result_that_went_with_its_model_or_session_is_410_and_says_so(face: Face, end, told):
+    names, rid = await begun(face, "/optim_step")
+    await face.run(names["MODEL"], 1, b'{"metrics":{}}')
+    path, body = end
+    await face.native_ok(path, {field: names[name] for field, name in body.items()})
+    asks = [("/retrieve_future", {"request_id": rid}), ("/retrieve_futures", {"request_ids": [rid]}), ("/optim_step", None)]
+    for asked, sent in asks:
+        answer = await face.native(asked, body_of("/optim_step", names) if sent is None else sent)
+        assert (answer.status_code, answer.json()["reason"]) == (410, "session_ended"), answer.text
+        assert told in answer.json()["error"]
+        assert f"the result of request {rid} is no longer kept" in answer.json()["error"]
+
+
+@pytest.mark.proves("R24")
+async def test_a_sample_outlives_the_models_and_not_the_session(face: Face):
+    names, rid = await begun(face, "/sample")
+    await face.run_samples(Outcome(result=SAMPLE))
+    await face.native_ok("/unload_model", {"model_id": names["MODEL"]})
+    assert (await retrieved(face, rid))["status"] == "completed"
+    await face.native_ok("/end_session", {"session_id": names["SESSION"]})
+    answer = await face.native("/retrieve_future", {"request_id": rid})
+    assert (answer.status_code, answer.json()["reason"]) == (410, "session_ended")
+
+
+async def test_a_result_whose_session_is_forgotten_is_404(face: Face):
+    names, rid = await begun(face, "/optim_step")
+    await face.run(names["MODEL"], 1, b'{"metrics":{}}')
+    await face.native_ok("/end_session", {"session_id": names["SESSION"]})
+    await face.services.catalog.forget_session(await face.services.catalog.session("local", names["SESSION"]))
+    answer = await face.native("/retrieve_future", {"request_id": rid})
+    assert (answer.status_code, "no longer kept" in answer.json()["error"]) == (404, True)
+
+
+@pytest.mark.proves("R24")
 async def test_several_are_answered_as_soon_as_one_has_ended(face: Face):
     names, first = await begun(face, "/optim_step")
     second = (await face.native_ok("/optim_step", body_of("/optim_step", names, seq_id=2)))["request_id"]

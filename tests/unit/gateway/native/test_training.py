@@ -404,7 +404,7 @@ async def test_text_is_bounded_in_tokens_and_in_characters(worded: Face, monkeyp
     answer = await worded.native("/forward", body_of("/forward", names, batch=None, conversations=[{"messages": long}]))
     assert (answer.status_code, answer.json()["reason"]) == (422, "input_tokens_exceeded"), answer.text
     assert answer.json()["error"].startswith("conversations[0].messages:")
-    monkeypatch.setattr("tinsmith.gateway.native.commands.MAX_COMMAND", 100)
+    monkeypatch.setattr("tinsmith.gateway.native.text_bounds.MAX_CHARACTERS", 100)
     too_many = await worded.native("/forward", body_of("/forward", names, batch=None, texts=["word " * 50]))
     assert (too_many.status_code, too_many.json()["error"][:6]) == (413, "texts:")
 
