@@ -1,12 +1,11 @@
 """Fixtures that every level of the suite shares."""
 
-import gc
-import warnings
 from collections.abc import Iterator
 
 import pytest
 
 from tests import model_cache
+from tests.collecting import collect_quietly
 from tinsmith.protocol.sessions import BaseModelInfo
 
 
@@ -21,6 +20,4 @@ def quiet_sdk() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TINKER_TELEMETRY", "0")
         yield
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)
-        gc.collect()
+    collect_quietly()

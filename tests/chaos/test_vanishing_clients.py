@@ -9,13 +9,15 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.chaos.matrix import Matrix, Row
-from tests.chaos.scene import LEASE_S, PASS_S, PROMPT_S, RESTART_S, Caller, Keys, Task, faulty, start, until
+from tests.chaos.scene import LEASE_S, PASS_S, PROMPT_S, RESTART_S, Caller, Ended, Keys, Task, faulty, start, until
 from tests.redis_server import RedisServer
 from tests.server_process import ServerProcess
 from tinsmith.engines.fake_faults import Fault
+from tinsmith.gateway.streams import GRACE_S
 from tinsmith.protocol import native
 
 NUM_VANISHED = 100
+NUM_STREAMS = 4
 HELD_S = 1.5  # how long the call takes whose callers vanish
 SILENCE_S = 20.0  # of a session before it ends: longer than any of these tests takes
 
@@ -107,22 +109,32 @@ def test_callers_vanish_from_their_long_polls(server: ServerProcess, caller: Cal
 
 def test_callers_vanish_from_their_streams(server: ServerProcess, caller: Caller, redis: RedisServer, matrix: Matrix) -> None:
     sampler = caller.sampler()
-    vanished: list[Task] = []
-    for _ in range(8):
-        body = sampler.body(1, 2, max_tokens=8000, num_samples=8)  # many seconds of work, if nobody ends it
+    ended: list[Ended] = []
+    for _ in range(NUM_STREAMS):
+        body = sampler.body(1, 2, max_tokens=8000, num_samples=256)  # a dozen seconds of work, if nobody ends it
         with caller.http.stream("POST", "/sample_stream", json=body) as response:
             lines = map(json.loads, response.iter_lines())
             request_id = next(lines)["request_id"]
-            vanished.append(Task(caller, request_id, time.monotonic()))
             assert next(lines)["type"] == "delta"
-    caller.request_ids += [task.request_id for task in vanished]
-    ended = [task.end(PROMPT_S) for task in vanished]
+        caller.request_ids.append(request_id)
+        ended.append(Task(caller, request_id, time.monotonic()).end(GRACE_S + PROMPT_S))
     assert {end.saw for end in ended} == {"cancelled"}
     until(lambda: [held["num_used"] for held in caller.processes("sampler")] == [0], LEASE_S + PROMPT_S, "rows without a caller")
     then = f"another sample: {sampler.sample(1, 2).end(PROMPT_S).saw}; no row is held"
     check_gone(caller, redis)
     seconds = max(end.seconds for end in ended)
-    matrix.note(Row("callers", "vanish mid-stream", "8 streams", "cancelled", seconds, PROMPT_S, "answer", then))
+    matrix.note(
+        Row(
+            "callers",
+            "vanish mid-stream",
+            f"{NUM_STREAMS} streams",
+            "cancelled",
+            seconds,
+            GRACE_S + PROMPT_S,
+            "grace of a stream (2 s) + answer",
+            then,
+        )
+    )
 
 
 def test_a_caller_that_never_comes_back_leaves_nothing(server: ServerProcess, redis: RedisServer, matrix: Matrix) -> None:

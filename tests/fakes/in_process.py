@@ -15,6 +15,7 @@ from typing import Any
 
 import uvicorn
 
+from tests.collecting import collect_quietly
 from tinsmith import config
 from tinsmith.deployments.sampling_backend import SamplingBackend
 from tinsmith.deployments.training_backend import TrainingBackend
@@ -94,6 +95,7 @@ def serve(root: Path, cast: Cast = Cast(), **tree: object) -> Iterator[InProcess
     finally:
         stop.set()
         thread.join(START_S)
+        collect_quietly()
     assert not thread.is_alive()
 
 
@@ -130,7 +132,16 @@ async def _serve(
         await asyncio.to_thread(stop.wait)
         http.should_exit = True
         await serving
+        await _close_connections(http)
     await asyncio.get_running_loop().shutdown_default_executor()
+
+
+async def _close_connections(http: uvicorn.Server) -> None:
+    """Those whose request outlasted uvicorn's patience: it cancels their tasks and leaves their sockets to the end of the process."""
+    for connection in list(http.server_state.connections):
+        if connection.transport is not None:
+            connection.transport.close()
+    await asyncio.sleep(0)  # a closed transport lets go of its socket in the next turn of the loop
 
 
 async def _quietly(http: uvicorn.Server, listener: socket.socket) -> None:
