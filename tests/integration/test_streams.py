@@ -15,9 +15,6 @@ from tests.fakes.in_process import BASE, Cast, InProcessServer, serve
 from tinsmith.protocol import native
 from tinsmith.protocol.futures import FutureRecord, State
 
-# Servers are stopped, and callers cut, in the middle of streams here: their sockets are left to the collector.
-pytestmark = pytest.mark.filterwarnings("ignore:unclosed transport:ResourceWarning")
-
 WAIT_S = 20
 NUM_TOKENS = 12
 
