@@ -5,19 +5,20 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
+LESSONS_STAMP := $(VENV)/.installed-lessons
 PYTEST := $(BIN)/python -m pytest
 
 # A runtime of protobuf refuses modules of a newer compiler and takes those of the major before its own: this one, of 6.31, suits 6.31 to 7.
 PROTOC := grpcio-tools==1.73.1
 
 # What writes the generated pages; each knows --check.
-GENERATORS := config_reference error_codes guarantees protocol_reference
+GENERATORS := config_reference conformance error_codes guarantees protocol_reference
 
 # One intra-op thread a process: fp32 results are then equal bit for bit, and two busy cores are not shared by four threads.
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test chaos coverage check lint format-check types layers docs-fresh mutants docs openapi seeds proto clean
+.PHONY: help demo test chaos compat cookbook-compat coverage check lint format-check types layers docs-fresh mutants docs openapi seeds proto clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | while IFS='|' read -r name text; do printf '  make %-14s %s\n' "$$name" "$$text"; done
@@ -25,6 +26,10 @@ help: ## list the targets
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[server,cookbook,dev]'
+	touch $@
+
+$(LESSONS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[reasoning]'
 	touch $@
 
 $(DOCS_STAMP): $(STAMP)
@@ -35,7 +40,7 @@ demo: $(STAMP) ## fine-tune a real model over HTTP: install, fetch, serve, train
 	$(BIN)/tinsmith fetch smollm2
 	$(BIN)/python cookbook/demo.py
 
-test: $(STAMP) ## every test: unit, contract, integration, e2e
+test: $(LESSONS_STAMP) ## every test: unit, contract, integration, e2e
 	$(BIN)/tinsmith fetch smollm2
 	$(PYTEST) tests/unit tests/contract tests/integration tests/e2e
 
@@ -44,7 +49,15 @@ chaos: $(STAMP) ## the fault matrix: faults in every place of a real server, and
 	$(PYTEST) tests/chaos
 	$(BIN)/python docs/scripts/fault_matrix.py
 
-coverage: $(STAMP) ## line coverage of src by the unit, contract and integration tests; fails under 90 %
+compat: $(STAMP) ## the compatibility list with every release of the SDK, and the page about it
+	$(BIN)/tinsmith fetch smollm2
+	$(BIN)/python -m tests.compat
+
+cookbook-compat: $(STAMP) ## train through the tinker-cookbook's own functions, in an environment of its own
+	$(BIN)/tinsmith fetch smollm2
+	$(BIN)/python -m tests.compat.cookbook
+
+coverage: $(LESSONS_STAMP) ## line coverage of src by the unit, contract and integration tests; fails under 90 %
 	$(PYTEST) tests/unit tests/contract tests/integration --cov --cov-report=term-missing:skip-covered --cov-fail-under=90
 
 check: lint format-check types layers docs-fresh ## what pre-commit runs

@@ -16,6 +16,7 @@ import tinker
 from tinker import types
 
 from tinsmith.lifecycle.checkpoints import ArtifactKind, Checkpoints
+from tinsmith.lifecycle.directory_storage import DirectoryStorage
 from tinsmith.state.catalog import split_path
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -126,7 +127,7 @@ class Load:
 def files_of(checkpoints: Path, path: str) -> dict[str, bytes]:
     """What lies under a checkpoint's path: the newest save of that run and kind."""
     run_id, kind, _ = split_path(path)
-    store = Checkpoints(checkpoints)
+    store = Checkpoints(DirectoryStorage(checkpoints))
     prefix = f"local/{run_id.replace(':', '=3A')}/{ArtifactKind(kind)}/"
     artifacts = [artifact for artifact in store.artifacts() if artifact.startswith(prefix)]
     return store.read(max(artifacts, key=lambda artifact: int(artifact.rsplit("/", 1)[1].split("-")[0])))

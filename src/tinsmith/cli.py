@@ -1,4 +1,5 @@
-"""The command line: `tinsmith serve | check | version | fetch | bench | status | sessions | lanes | drain`.
+"""The command line: `tinsmith serve | check | version | fetch | bench | status | sessions | lanes | drain | keys | checkpoints |
+conformance`.
 
 Parses, reports, sets exit codes; imports neither Ray nor PyTorch.
 
@@ -21,6 +22,7 @@ from tinsmith.protocol.native_answers import ProcessStatus, QueueStatus, Session
 from tinsmith.tables import table
 
 try:
+    from tinsmith import checkpoint_commands, conformance_command, key_commands
     from tinsmith.deployments.base_models import fetch
     from tinsmith.deployments.environment import serving_environment
     from tinsmith.deployments.preflight import faults_of, machine_mib, warnings_of
@@ -228,6 +230,9 @@ def _parser() -> argparse.ArgumentParser:
     fetch_parser.add_argument("model", choices=sorted(_FETCHABLE))
     commands.add_parser(_BENCH, help="measure this machine (has options of its own: tinsmith bench --help)", add_help=False)
     _add_operations(commands)
+    key_commands.add_parsers(commands)
+    checkpoint_commands.add_parsers(commands)
+    conformance_command.add_parsers(commands)
     return parser
 
 
@@ -264,6 +269,9 @@ _COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "sessions": _sessions,
     "lanes": _lanes,
     "drain": _drain,
+    "keys": key_commands.run,
+    "checkpoints": checkpoint_commands.run,
+    "conformance": conformance_command.run,
 }
 
 if __name__ == "__main__":

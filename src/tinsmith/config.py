@@ -29,12 +29,17 @@ from tinsmith.config_checks import (
     checked_address,
     checked_directory,
     checked_endpoint,
+    checked_file,
     checked_gpus,
     checked_host,
     checked_name,
     checked_path_text,
     checked_redis_url,
     checked_source,
+    checked_storage_url,
+    checked_store_endpoint,
+    checked_tenant,
+    is_loopback,
     refuse,
     repeated_keys,
 )
@@ -42,6 +47,7 @@ from tinsmith.config_checks import (
 Dtype = Literal["auto", "fp32", "bf16"]
 
 _LONGEST_S = 366 * 24 * 3600  # of a duration: what timers, and times in ms, can still hold
+_HAS_KEYS = "has_keys"  # of the context of a validation: whether callers need keys
 _SHORTEST_S = 0.1  # of a duration that is kept in whole ms and watched by several processes
 
 
@@ -54,6 +60,11 @@ class ConfigError(Exception):
 
     def __reduce__(self) -> tuple[type["ConfigError"], tuple[list[str]]]:
         return (type(self), (self.faults,))
+
+
+def _host_that_may_listen(host: str, info: ValidationInfo) -> str:
+    """Another section decides. The loader says in the context how it does, so that this fault is named beside all others."""
+    return checked_host(host, has_keys=info.context is None or bool(info.context.get(_HAS_KEYS)))
 
 
 class Section(BaseModel):
@@ -99,6 +110,9 @@ class SamplerConfig(Section):
         Field(description="log-probs of sampled tokens: of the distribution that they were drawn from, or of the model at temperature 1"),
     ] = "tempered"
     max_adapters: Annotated[int, Field(ge=1, description="adapters resident in one replica")] = 32
+    prompt_cache_mib: Annotated[
+        int, Field(ge=0, description="MiB of computed prompts that one replica keeps for prompts which begin alike; 0: none")
+    ] = 256
     num_gpus: Annotated[float, AfterValidator(checked_gpus), Field(ge=0, description="GPUs a replica; 0 is CPU")] = 0
 
 
@@ -144,8 +158,21 @@ class StoreConfig(Section):
         return self
 
 
+class ObjectStoreOptions(Section):
+    """How an object store is reached. Its keys are in the environment of every node: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY."""
+
+    endpoint_url: Annotated[
+        Annotated[str, AfterValidator(checked_store_endpoint)] | None,
+        Field(description="of a store that is not Amazon's: http://HOST:PORT or https://HOST:PORT"),
+    ] = None
+    region: Annotated[str | None, Field(min_length=1, description="of the bucket; default: what the environment says")] = None
+    addressing: Annotated[
+        Literal["auto", "path", "virtual"], Field(description="whether the bucket is part of the path or of the host's name")
+    ] = "auto"
+
+
 class CheckpointConfig(Section):
-    """Where artifacts lie; all nodes of the cluster must see it."""
+    """Where artifacts lie, in a directory or in an object store; all nodes of the cluster must see it."""
 
     dir: Annotated[
         Path,
@@ -153,12 +180,26 @@ class CheckpointConfig(Section):
         AfterValidator(checked_directory),
         Field(description="directory of checkpoints and snapshots; ~ is expanded"),
     ] = Path("~/.cache/tinsmith/checkpoints")
+    url: Annotated[
+        Annotated[str, AfterValidator(checked_storage_url)] | None,
+        Field(description="in place of dir: s3://BUCKET/PREFIX, in a store that refuses to create what is there; needs tinsmith[s3]"),
+    ] = None
+    options: ObjectStoreOptions = ObjectStoreOptions()
     snapshot_bytes: Annotated[int, Field(ge=1, description="bodies held by a lane, in bytes, over which its model is snapshotted")] = (
         64 * 1024 * 1024
     )
     snapshot_engine_s: Annotated[
         float, Field(gt=0, le=_LONGEST_S, description="engine time since the last snapshot over which the model is snapshotted, in s")
     ] = 60.0
+
+    @model_validator(mode="after")
+    def _is_sound(self) -> Self:
+        given = self.model_fields_set
+        refuse(
+            self.url is not None and "dir" in given and "dir and url are two places for the same files; keep one of them",
+            self.url is None and "options" in given and "options are those of an object store; set url, or remove options",
+        )
+        return self
 
 
 class ExecutionConfig(Section):
@@ -200,18 +241,58 @@ class LimitConfig(Section):
     """Budgets of a tenant."""
 
     max_pending: Annotated[int, Field(ge=1, description="pending commands a lane")] = 20_000
+    max_pending_samples: Annotated[
+        int, Field(ge=1, description="samples of a tenant that wait for a base model, from which on Tinker clients are told to hold back")
+    ] = 5_000
     max_tenant_bytes: Annotated[int, Field(ge=1, description="bytes of bodies and results a tenant")] = 1024 * 1024 * 1024
     max_models: Annotated[int, Field(ge=1, description="live models a tenant")] = 64
+    max_storage_bytes: Annotated[
+        int, Field(ge=0, description="bytes of a tenant's checkpoints, from which on no further one is saved; 0: no limit")
+    ] = 0
     requests_per_s: Annotated[float, Field(ge=0, description="queued requests a second of a tenant; 0: no limit")] = 0.0
     tokens_per_s: Annotated[float, Field(ge=0, description="tokens of queued requests a second of a tenant; 0: no limit")] = 0.0
+
+
+class AuthConfig(Section):
+    """Who may call."""
+
+    mode: Annotated[
+        Literal["open", "keys"],
+        Field(description="open: whoever reaches the port is the tenant `local`; keys: every request needs an API key of `tinsmith keys`"),
+    ] = "open"
+    keys_file: Annotated[
+        Annotated[Path, BeforeValidator(checked_path_text), AfterValidator(checked_file)] | None,
+        Field(description="the file of the keys' hashes, for store.kind: memory; with redis they lie in the store"),
+    ] = None
+    jwt: Annotated[bool, Field(description="let clients exchange their key for a short-lived token; `tinker auth whoami` needs it")] = True
+    jwt_life_s: Annotated[
+        float, Field(ge=120, le=24 * 3600, description="life of such a token, in s; clients renew it at half of that, and a minute before")
+    ] = 3600.0
+    operators: Annotated[
+        tuple[Annotated[str, AfterValidator(checked_tenant)], ...],
+        Field(description="tenants that may drain processes and see them in the status; open mode lets everybody"),
+    ] = ()
+
+    @property
+    def has_tokens(self) -> bool:
+        return self.mode == "keys" and self.jwt
+
+    def is_operator(self, tenant: str) -> bool:
+        return self.mode == "open" or tenant in self.operators
+
+    @model_validator(mode="after")
+    def _is_sound(self) -> Self:
+        useless = sorted(self.model_fields_set - {"mode"}) if self.mode == "open" else []
+        refuse(*(f"{name} is for mode: keys; set mode: keys, or remove {name}" for name in useless))
+        return self
 
 
 class GatewayConfig(Section):
     """The HTTP face."""
 
-    host: Annotated[str, AfterValidator(checked_host), Field(description="address to listen on; open mode allows loopback only")] = (
-        "127.0.0.1"
-    )
+    host: Annotated[
+        str, AfterValidator(_host_that_may_listen), Field(description="address to listen on; open mode allows loopback only")
+    ] = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535, description="0 picks a free port")] = 8700
     replicas: Annotated[int, Field(ge=1, description="gateway processes that share the port")] = 2
     ingress: Annotated[
@@ -220,6 +301,13 @@ class GatewayConfig(Section):
     max_chunk_len: Annotated[
         int, Field(ge=1, le=4096, description="datums of one request; clients split longer forward_backward calls into several")
     ] = 1024
+    session_poller: Annotated[
+        bool, Field(description="let Tinker clients hear of all samples of a session by one long poll, in place of one a sample")
+    ] = True
+    compress_uploads: Annotated[bool, Field(description="let Tinker clients compress what they train on, with zstd")] = True
+    custom_losses: Annotated[
+        bool, Field(description="clients may upload losses of their own (traced functions), which trainers then run from an allow-list")
+    ] = False
     allowed_hosts: Annotated[
         tuple[str, ...], Field(min_length=1, description="Host header values, without port, that open mode accepts")
     ] = (
@@ -228,10 +316,24 @@ class GatewayConfig(Section):
         "[::1]",
     )
     allowed_origins: Annotated[tuple[str, ...], Field(description="Origin header values accepted; others are refused")] = ()
+    tls_cert: Annotated[
+        Annotated[Path, BeforeValidator(checked_path_text), AfterValidator(checked_file)] | None,
+        Field(description="certificate chain in PEM; the port then speaks https alone. Every node that runs a gateway needs the file"),
+    ] = None
+    tls_key: Annotated[
+        Annotated[Path, BeforeValidator(checked_path_text), AfterValidator(checked_file)] | None,
+        Field(description="private key of tls_cert in PEM, without a passphrase"),
+    ] = None
 
     @model_validator(mode="after")
     def _is_sound(self) -> Self:
-        refuse(self.ingress == "serve" and self.port == 0 and "port 0 cannot be picked behind Ray Serve's proxy; name a port")
+        refuse(
+            self.ingress == "serve" and self.port == 0 and "port 0 cannot be picked behind Ray Serve's proxy; name a port",
+            (self.tls_cert is None) != (self.tls_key is None) and "tls_cert and tls_key belong together; set both, or neither",
+            self.ingress == "serve"
+            and self.tls_cert is not None
+            and "tls_cert is for ingress: direct, since Ray Serve's proxy speaks no TLS; set ingress: direct, or end TLS before the proxy",
+        )
         return self
 
 
@@ -268,6 +370,7 @@ class ServerConfig(Section):
     """The whole tree; `load` reads it from YAML."""
 
     models: Annotated[tuple[ModelConfig, ...], Field(min_length=1)]
+    auth: AuthConfig = AuthConfig()
     gateway: GatewayConfig = GatewayConfig()
     store: StoreConfig = StoreConfig()
     checkpoints: CheckpointConfig = CheckpointConfig()
@@ -302,6 +405,16 @@ class ServerConfig(Section):
             self.ray.num_cpus is not None
             and self.ray.num_cpus < self.num_workers
             and f"ray.num_cpus {self.ray.num_cpus} is too small for the workers; use {self.num_workers} or more, or leave it out",
+            self.auth.mode == "keys"
+            and self.store.kind == "memory"
+            and self.auth.keys_file is None
+            and "auth.keys_file: missing, and the memory store forgets its keys with every stop; name a file, or set store.kind: redis",
+            self.auth.keys_file is not None
+            and self.store.kind == "redis"
+            and "auth.keys_file is for store.kind: memory, since Redis holds the keys itself; remove it",
+            self.auth.mode == "open"
+            and not is_loopback(self.gateway.host)
+            and "gateway.host: a server without keys may not listen beyond loopback; set auth.mode: keys, or use 127.0.0.1",
         )
         return self
 
@@ -327,8 +440,10 @@ def load(path: Path, *, overrides: Mapping[str, object] | None = None) -> Server
 
 def validate(tree: Mapping[str, object]) -> ServerConfig:
     """Build the tree from plain data. Raises ConfigError with every fault."""
+    auth = tree.get("auth")
+    has_keys = isinstance(auth, Mapping) and auth.get("mode") == "keys"
     try:
-        return ServerConfig.model_validate(tree)
+        return ServerConfig.model_validate(tree, context={_HAS_KEYS: has_keys})
     except ValidationError as error:
         raise ConfigError(_lines_of(error.errors())) from error
 

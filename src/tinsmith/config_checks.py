@@ -19,6 +19,9 @@ _REDIS_DATABASE = re.compile(r"/?|/\d+")
 _REDIS_OPTIONS = frozenset({"db", "ssl_ca_certs", "ssl_cert_reqs", "ssl_certfile", "ssl_check_hostname", "ssl_keyfile"})
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
 _MAX_PORT = 65535
+_TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_OWN_TABLES = "system"
+_STORAGE_URL = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9][A-Za-z0-9._=-]*)*/?")
 
 
 class Faults(ValueError):
@@ -88,13 +91,53 @@ def checked_gpus(num_gpus: float) -> float:
     return num_gpus
 
 
-def checked_host(host: str) -> str:
-    try:
-        is_loopback = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        is_loopback = host == "localhost"
-    refuse(not is_loopback and f"{host!r} is no loopback address, and a server without keys may not listen beyond it; use 127.0.0.1")
+def checked_host(host: str, *, has_keys: bool) -> str:
+    """Beyond loopback only where callers need keys."""
+    refuse(
+        not has_keys
+        and not is_loopback(host)
+        and f"{host[:100]!r} is no loopback address, and a server without keys may not listen beyond it; use 127.0.0.1, or set "
+        "auth.mode: keys",
+        has_keys and not _is_address(host) and f"{host[:100]!r} is no address to listen on; write an IP address, such as 0.0.0.0",
+    )
     return host
+
+
+def is_loopback(host: str) -> bool:
+    return host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
+
+
+def checked_tenant(tenant: str) -> str:
+    """A tenant's name is the beginning of its tables', one of which is the store's own."""
+    refuse(
+        not _TENANT.fullmatch(tenant)
+        and f"{tenant[:80]!r} is no tenant; use 1-64 letters, digits, '.', '_' or '-', a letter or digit first",
+        tenant == _OWN_TABLES and f"{tenant!r} is taken by the server itself; choose another name",
+    )
+    return tenant
+
+
+def checked_file(path: Path) -> Path:
+    """As a path, whether it exists or not."""
+    checked_directory(path)
+    refuse(not path.name and f"{str(path)!r} names no file; name one")
+    return path
+
+
+def _is_http(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and not re.search(r"\s", url)
+    except ValueError:
+        return False
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return host == "localhost"
+    return True
 
 
 def checked_path_text(path: object) -> object:
@@ -104,12 +147,24 @@ def checked_path_text(path: object) -> object:
 
 
 def checked_endpoint(url: str) -> str:
-    try:
-        parts = urlsplit(url)
-        is_sound = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and not re.search(r"\s", url)
-    except ValueError:
-        is_sound = False
-    refuse(not is_sound and f"{_without_password(url)!r} names no collector; write http://HOST:PORT or https://HOST:PORT")
+    refuse(not _is_http(url) and f"{_without_password(url)!r} names no collector; write http://HOST:PORT or https://HOST:PORT")
+    return url
+
+
+def checked_store_endpoint(url: str) -> str:
+    """Keys have their own place: a URL is shown in messages."""
+    refuse(
+        (not _is_http(url) or "@" in url)
+        and f"{_without_password(url)!r} names no object store; write http://HOST:PORT or https://HOST:PORT, keys into the environment"
+    )
+    return url
+
+
+def checked_storage_url(url: str) -> str:
+    refuse(
+        not _STORAGE_URL.fullmatch(url)
+        and f"{_without_password(url)[:200]!r} names no place in an object store; write s3://BUCKET/PREFIX, keys into the environment"
+    )
     return url
 
 

@@ -138,7 +138,7 @@ class Server:
             beside.shutdown(wait=False)  # a start that is cut short waits for no download; `stop` ends its process
         with telemetry.span(telemetry.START_DEPLOYMENTS):
             port = self._deploy(models)
-        return url_of(self._config.gateway.host, port)
+        return url_of(self._config.gateway.host, port, is_tls=self._config.gateway.tls_cert is not None)
 
     def _check(self) -> None:
         """Raise every fault that shows before anything runs, then hold the port."""

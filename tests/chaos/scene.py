@@ -229,7 +229,7 @@ class Keys:
 
     # What may outlive a session: the records of catalog, closed lanes and futures, the lists that end those in time, and capped logs of
     # events.
-    KEPT = ("fut:", "lane:", "table:", "ended:", "settled", "fetched", "topic:")
+    KEPT = ("fut:", "requests:", "lane:", "table:", "ended:", "settled", "fetched", "topic:")
 
     def __init__(self, url: str) -> None:
         self._client = redis.Redis.from_url(url, decode_responses=False)

@@ -64,7 +64,11 @@ async def test_when_a_client_is_gone_only_records_and_its_last_snapshot_are_left
     records = [await state.lanes.look(TENANT, rid) for rid in rids]
     assert all(record is not None and record.state.is_terminal for record in records)
     expected = {f"fut:{rid}" for rid in rids} | {f"record:{rid}" for rid in rids}
-    marks = {f"lane:{MODEL}", f"ended:{TENANT}:{SESSION}"}
+    marks = {
+        f"lane:{MODEL}",
+        f"ended:{TENANT}:{SESSION}",
+        f"requests:{TENANT}|{SESSION}",
+    }  # the last lists those records, and goes with them
     left = {key for key in await state.keys() if any(name in key for name in (SESSION, *rids))}
     assert left <= expected | marks
     assert await state.lanes.queues(BASE) == []

@@ -6,13 +6,17 @@ from array import array
 import numpy as np
 import pytest
 from tinker import types
+from tinker.lib.public_interfaces.sampling_client import (
+    _check_prompt_alt_tokens_returned,
+    _check_prompt_logprobs_last_n_honored,
+)
 from tinker.proto import tinker_public_pb2 as theirs
 from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
 
 from tinsmith.protocol import tinker_pb2 as ours
 from tinsmith.protocol import wire
-from tinsmith.protocol.sampling import SampledSequence, SampleOutput, StopReason
+from tinsmith.protocol.sampling import PromptAltTokens, SampledSequence, SampleOutput, StopReason
 from tinsmith.protocol.tensors import Csr, DType, Tensor
 from tinsmith.protocol.training import ComputeOutput
 from tinsmith.protocol.wire_bounds import Head, read_head
@@ -124,3 +128,46 @@ def test_the_sdk_reads_our_sample_output():
     assert read.topk_prompt_logprobs == [None, [(4, -0.5), (5, -1.0)]]
     assert read.target_prompt_logprobs.tolist() == [[-2.0]]
     assert math.isnan(read.prompt_logprobs_np[0])
+    assert (read.prompt_alt_tokens, read.prompt_cache_hit_tokens, read.sequences[0].topk_logprobs) == (None, 0, None)
+
+
+def test_the_sdk_reads_everything_that_a_sample_can_ask_for():
+    csr = Csr(array("q", [0, 1, 3]).tobytes(), array("q", [2, 0, 1]).tobytes())
+    output = SampleOutput(
+        sequences=[SampledSequence([4, 2], [-0.5, -0.25], StopReason.STOP, [[(4, -0.5), (9, -1.5)], [(2, -0.25)]])],
+        prompt_logprobs=[None, None, -0.75],
+        topk_prompt_logprobs=[None, None, [(6, -0.5)]],
+        target_prompt_logprobs=Tensor(DType.FLOAT32, (2, 3), array("f", [-2, 0, -3]).tobytes(), csr),
+        prompt_alt_tokens=PromptAltTokens(
+            Tensor(DType.INT64, (2, 2), array("q", [7, 8, 9, 7]).tobytes()),
+            Tensor(DType.FLOAT32, (2, 2), array("f", [-1, -2, -3, -4]).tobytes()),
+        ),
+        prompt_cache_hit_tokens=512,
+    )
+    read = deserialize_sample_response(wire.encode_sample_output(output))
+    assert read.sequences[0].topk_logprobs == [[(4, -0.5), (9, -1.5)], [(2, -0.25)]]
+    assert read.sequences[0].topk_logprobs_np.token_ids.tolist() == [[4, 9], [2, 0]]
+    assert read.prompt_logprobs == [None, None, -0.75]
+    assert read.topk_prompt_logprobs == [None, None, [(6, -0.5)]]
+    targets = read.target_prompt_logprobs
+    assert (targets.dtype, list(targets.shape), targets.sparse_crow_indices, targets.sparse_col_indices) == (
+        "float32",
+        [2, 3],
+        [0, 1, 3],
+        [2, 0, 1],
+    )
+    assert np.asarray(targets.data).tolist() == [-2.0, 0.0, -3.0]
+    assert (read.prompt_alt_tokens.tokens.dtype, read.prompt_alt_tokens.tokens.tolist()) == ("int64", [[7, 8], [9, 7]])
+    assert read.prompt_alt_tokens.logprobs.tolist() == [[-1.0, -2.0], [-3.0, -4.0]]
+    assert read.prompt_cache_hit_tokens == 512
+    _check_prompt_logprobs_last_n_honored(read, 1)
+    _check_prompt_alt_tokens_returned(read, 2)
+
+
+def test_the_sdk_takes_answers_about_a_prompt_of_one_token_for_answers():
+    empty = PromptAltTokens(Tensor(DType.INT64, (0, 2), b""), Tensor(DType.FLOAT32, (0, 2), b""))
+    sequence = SampledSequence([1], [-0.5], StopReason.LENGTH)
+    read = deserialize_sample_response(wire.encode_sample_output(SampleOutput([sequence], [None], [None], prompt_alt_tokens=empty)))
+    assert (read.prompt_logprobs, read.topk_prompt_logprobs) == ([None], [None])
+    _check_prompt_alt_tokens_returned(read, 2)
+    assert read.prompt_alt_tokens.tokens.shape == [0, 2]

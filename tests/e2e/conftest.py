@@ -15,6 +15,7 @@ from tinsmith.config import cache_dir
 from tinsmith.engines.models import resolve
 from tinsmith.engines.peft_engine import PeftEngine
 from tinsmith.lifecycle.checkpoints import ArtifactKind, Checkpoints
+from tinsmith.lifecycle.directory_storage import DirectoryStorage
 from tinsmith.protocol.sessions import BaseModelInfo
 from tinsmith.state.catalog import split_path
 
@@ -37,7 +38,7 @@ class Stack:
     def files(self, path: str) -> dict[str, bytes]:
         """The files of a checkpoint of the newest save under this path's run and kind."""
         run_id, kind, _ = split_path(path)
-        store = Checkpoints(self.checkpoints)
+        store = Checkpoints(DirectoryStorage(self.checkpoints))
         prefix = f"local/{run_id.replace(':', '=3A')}/{ArtifactKind(kind)}/"
         artifacts = [artifact for artifact in store.artifacts() if artifact.startswith(prefix)]
         return store.read(max(artifacts, key=lambda artifact: int(artifact.rsplit("/", 1)[1].split("-")[0])))

@@ -20,12 +20,12 @@ from tinsmith import config
 from tinsmith.deployments.sampling_backend import SamplingBackend
 from tinsmith.deployments.training_backend import TrainingBackend
 from tinsmith.engines.base import Files
-from tinsmith.engines.fake import FakeSamplingEngine, FakeTrainingEngine
+from tinsmith.engines.fake import FakeTrainingEngine
+from tinsmith.engines.fake_sampler import FakeSamplingEngine
 from tinsmith.gateway.app import create_app
 from tinsmith.gateway.deps import Services
 from tinsmith.gateway.streams import Streams
 from tinsmith.lifecycle.adapters import AdapterSlots
-from tinsmith.lifecycle.checkpoints import Checkpoints
 from tinsmith.protocol.sampling import Sample
 from tinsmith.protocol.sessions import BaseModelInfo
 from tinsmith.protocol.wire import decode_command, encode_sample_output
@@ -111,7 +111,7 @@ async def _serve(
     await store.open()
     lanes = MemoryLanes(store, LaneLimits())
     services = Services(
-        config=config.validate({"models": [{"name": BASE}], "execution": {"long_poll_s": 5}} | tree),
+        config=config.validate({"models": [{"name": BASE}], "execution": {"long_poll_s": 5}, "checkpoints": {"dir": root}} | tree),
         store=store,
         lanes=lanes,
         events=EventReader(lanes, [SETTLED]),
@@ -122,8 +122,8 @@ async def _serve(
     listener = socket.create_server(("127.0.0.1", 0))
     http = uvicorn.Server(uvicorn.Config(create_app(services), lifespan="on", log_config=None, timeout_graceful_shutdown=1))
     async with contextlib.AsyncExitStack() as stack:
-        await _start_trainer(stack, root, services)
-        samplers = {name: await _start_sampler(stack, root, services, name, cast) for name in _names(cast.num_samplers)}
+        await _start_trainer(stack, services)
+        samplers = {name: await _start_sampler(stack, services, name, cast) for name in _names(cast.num_samplers)}
         await _start_inbox(stack, services)
         # The listener takes connections from now on, and uvicorn answers them as soon as it is up.
         serving = asyncio.create_task(_quietly(http, listener))
@@ -150,10 +150,10 @@ async def _quietly(http: uvicorn.Server, listener: socket.socket) -> None:
     await http.serve(sockets=[listener])
 
 
-async def _start_trainer(stack: contextlib.AsyncExitStack, root: Path, services: Services) -> None:
+async def _start_trainer(stack: contextlib.AsyncExitStack, services: Services) -> None:
     engine = FakeTrainingEngine(vocab_size=INFO.vocab_size, max_context=INFO.max_context)
     gate = Gate(bound_s=30, exclusive=True, ping=engine.ping)
-    backend = TrainingBackend(engine, gate, Checkpoints(root), services.catalog, services.store.now_ms)
+    backend = TrainingBackend(engine, gate, services.artifacts, services.catalog, services.store.now_ms)
     replica = Replica(id="trainer", base=BASE, node="n", pid=1, started="0")
     policy = SnapshotPolicy(max_bytes=1 << 40, max_engine_s=1e9)
     slots = AdapterSlots(engine.capacity)
@@ -167,25 +167,24 @@ async def _start_trainer(stack: contextlib.AsyncExitStack, root: Path, services:
         for lane in payloads:
             executor.ring(lane)
 
+    stack.callback(gate.close)  # after the executor: its last snapshots are calls of the engine
     await _start(stack, services, replica, executor, [work, bell], heard)
-    stack.callback(gate.close)
 
 
 def _names(num_samplers: int) -> list[str]:
     return ["sampler", *(f"sampler{number}" for number in range(2, num_samplers + 1))][:num_samplers]
 
 
-async def _start_sampler(stack: contextlib.AsyncExitStack, root: Path, services: Services, name: str, cast: Cast) -> FakeSampler:
+async def _start_sampler(stack: contextlib.AsyncExitStack, services: Services, name: str, cast: Cast) -> FakeSampler:
     def before(operation: str, _: str) -> None:
         if operation == "step":
             cast.before_step(name)
 
     engine = FakeSamplingEngine(vocab_size=INFO.vocab_size, max_context=INFO.max_context, before=before)
     gate = Gate(bound_s=30, exclusive=False, ping=engine.ping)
-    checkpoints = Checkpoints(root)
 
     async def read_artifact(artifact: str) -> Files:
-        return await asyncio.to_thread(checkpoints.read, artifact)
+        return await asyncio.to_thread(services.artifacts.read, artifact)
 
     backend = SamplingBackend(engine, gate, read_artifact, encode_sample_output, base=BASE)
     replica = Replica(id=name, base=BASE, node="n", pid=1, started="0", role=Role.SAMPLER)
@@ -200,8 +199,8 @@ async def _start_sampler(stack: contextlib.AsyncExitStack, root: Path, services:
             if isinstance(message, SampleAbort):
                 executor.abort(message.rid)
 
-    tasks = await _start(stack, services, replica, executor, [work_topic(BASE), inbox], heard)
     stack.callback(gate.close)
+    tasks = await _start(stack, services, replica, executor, [work_topic(BASE), inbox], heard)
     return FakeSampler(engine, executor, tasks)
 
 

@@ -13,6 +13,7 @@ from tinsmith.deployments.training_backend import TrainingBackend
 from tinsmith.engines.fake import Before, FakeTrainingEngine
 from tinsmith.lifecycle.adapters import AdapterSlots
 from tinsmith.lifecycle.checkpoints import Checkpoints
+from tinsmith.lifecycle.directory_storage import DirectoryStorage
 from tinsmith.protocol.futures import FutureRecord, Write
 from tinsmith.protocol.ids import WorkKind, request_id
 from tinsmith.protocol.inputs import Datum, ModelInput, TextChunk
@@ -89,11 +90,12 @@ class World:
     """What all replicas and gateways share."""
 
     def __init__(self, root: Path, *, limits: LaneLimits | None = None) -> None:
+        self.root = root
         self.now_ms = 1_000_000
         self.store = MemoryStore(lambda: self.now_ms)
         self.lanes = MemoryLanes(self.store, LaneLimits() if limits is None else limits)
         self.catalog = Catalog(self.store)
-        self.checkpoints = Checkpoints(root)
+        self.checkpoints = Checkpoints(DirectoryStorage(root))
         self.replicas: list[TrainerReplica] = []
 
     async def submit(self, seq: int, command: TrainingCommand, *, lane: str | None = None) -> str:

@@ -59,6 +59,24 @@ def test_create_and_describe_a_model(service: tinker.ServiceClient):
     assert info.model_id == client.model_id
 
 
+@pytest.mark.parametrize("rank", [0, 4096])
+def test_a_model_that_cannot_be_created_fails_its_future_and_the_service_goes_on(service: tinker.ServiceClient, rank):
+    with pytest.raises(tinker.RequestFailedError, match="lora_config") as failed:
+        service.create_lora_training_client(BASE, rank=rank).result(RESULT_S)
+    assert failed.value.category == types.RequestErrorCategory.User
+    assert trainer(service).forward(DATA, "cross_entropy").result(RESULT_S).metrics["loss:sum"] > 0
+
+
+def test_an_optimizer_that_is_not_known_fails_the_creation(service: tinker.ServiceClient):
+    with pytest.raises(tinker.RequestFailedError, match="dimuon") as failed:
+        trainer(service, optimizer=types.DimuonOptimizerConfig())
+    assert failed.value.category == types.RequestErrorCategory.User
+    path = trainer(service).save_state("for-another").result(RESULT_S).path
+    with pytest.raises(tinker.RequestFailedError, match="dimuon"):
+        service.create_training_client_from_state(path, optimizer=types.DimuonOptimizerConfig()).result(RESULT_S)
+    assert service.create_training_client_from_state(path).result(RESULT_S).get_info().lora_rank == 8
+
+
 def test_forward_and_forward_backward_agree(service: tinker.ServiceClient):
     client = trainer(service)
     forward = client.forward(DATA, "cross_entropy").result(RESULT_S)

@@ -28,6 +28,14 @@ def test_there_is_one_configuration_for_each_use() -> None:
     assert [path.stem for path in CONFIGS] == ["cpu", "fake", "gpu", "redis"]
 
 
+def test_a_server_with_keys_may_listen_anywhere() -> None:
+    keys = {"mode": "keys", "keys_file": "keys.json"}
+    for host in ("0.0.0.0", "::", "10.1.2.3", "localhost"):  # noqa: S104
+        assert validate({"models": [MODEL], "auth": keys, "gateway": {"host": host}}).gateway.host == host
+    with pytest.raises(ValidationError, match="beyond loopback"):
+        ServerConfig(models=({"name": "org/model"},), gateway=config.GatewayConfig(host="10.1.2.3"))  # type: ignore[arg-type]
+
+
 def test_the_tree_is_frozen() -> None:
     with pytest.raises(ValidationError):
         validate({"models": [MODEL]}).gateway.port = 1  # type: ignore[misc]
@@ -49,14 +57,22 @@ def test_every_field_is_described() -> None:
 @pytest.mark.parametrize(
     ("tree", "expected"),
     [
-        ({"gateway": {"host": "0.0.0.0"}}, "gateway.host: '0.0.0.0' is no loopback address, and a server without keys may not listen beyond it; use 127.0.0.1"),  # noqa: E501, S104
-        ({"gateway": {"host": "example.org"}}, "gateway.host: 'example.org' is no loopback address, and a server without keys may not listen beyond it; use 127.0.0.1"),  # noqa: E501
+        ({"gateway": {"host": "0.0.0.0"}}, "gateway.host: '0.0.0.0' is no loopback address, and a server without keys may not listen beyond it; use 127.0.0.1, or set auth.mode: keys"),  # noqa: E501, S104
+        ({"gateway": {"host": "example.org"}}, "gateway.host: 'example.org' is no loopback address, and a server without keys may not listen beyond it; use 127.0.0.1, or set auth.mode: keys"),  # noqa: E501
         ({"gateway": {"port": 65536}}, "gateway.port: 65536 is too large; use 65535 or less"),
         ({"gateway": {"port": -1}}, "gateway.port: -1 is too small; use 0 or more"),
         ({"gateway": {"ingress": "nginx"}}, "gateway.ingress: 'nginx' is not one of 'direct' or 'serve'; choose one of them"),
         ({"gateway": {"ingress": "serve", "port": 0}}, "gateway: port 0 cannot be picked behind Ray Serve's proxy; name a port"),
         ({"gateway": {"replica": 2}}, "gateway.replica: no such field; did you mean 'replicas'?"),
-        ({"keys": []}, "keys: no such field; remove it, or use one of checkpoints, execution, gateway, limits, logs, models, ray, store, telemetry"),  # noqa: E501
+        ({"auth": {"mode": "keys"}}, "config: auth.keys_file: missing, and the memory store forgets its keys with every stop; name a file, or set store.kind: redis"),  # noqa: E501
+        ({"auth": {"mode": "keys", "keys_file": "k"}, "store": {"kind": "redis"}}, "config: auth.keys_file is for store.kind: memory, since Redis holds the keys itself; remove it"),  # noqa: E501
+        ({"auth": {"jwt": False}}, "auth: jwt is for mode: keys; set mode: keys, or remove jwt"),
+        ({"auth": {"mode": "keys", "keys_file": "k", "jwt_life_s": 60}}, "auth.jwt_life_s: 60 is too small; use 120.0 or more"),
+        ({"auth": {"mode": "keys", "keys_file": "k", "operators": ["a/b"]}}, "auth.operators.0: 'a/b' is no tenant; use 1-64 letters, digits, '.', '_' or '-', a letter or digit first"),  # noqa: E501
+        ({"auth": {"mode": "keys", "keys_file": "/"}}, "auth.keys_file: '/' names no file; name one"),
+        ({"auth": {"mode": "keys", "keys_file": "k"}, "gateway": {"host": "a b"}}, "gateway.host: 'a b' is no address to listen on; write an IP address, such as 0.0.0.0"),  # noqa: E501
+        ({"gateway": {"tls_cert": "cert.pem"}}, "gateway: tls_cert and tls_key belong together; set both, or neither"),
+        ({"keys": []}, "keys: no such field; remove it, or use one of auth, checkpoints, execution, gateway, limits, logs, models, ray, store, telemetry"),  # noqa: E501
         ({"execution": {"timeout_s": 0}}, "execution.timeout_s: 0 is too small; use more than 0.0"),
         ({"execution": {"long_poll_s": 41}}, "execution.long_poll_s: 41 is too large; use 40.0 or less"),
         ({"execution": {"inline_wait_s": 5, "long_poll_s": 5}}, "execution: inline_wait_s 5 is not below long_poll_s 5; lower it"),
@@ -89,6 +105,13 @@ def test_every_field_is_described() -> None:
         ({"gateway": {"allowed_hosts": []}}, "gateway.allowed_hosts: empty; add at least 1 entry"),
         ({"ray": {"address": ""}}, "ray.address: '' names no cluster; write auto, or HOST:PORT"),
         ({"checkpoints": {"dir": " "}}, "checkpoints.dir: empty; name a directory, or leave it out"),
+        ({"checkpoints": {"dir": "d", "url": "s3://bucket"}}, "checkpoints: dir and url are two places for the same files; keep one of them"),  # noqa: E501
+        ({"checkpoints": {"options": {"region": "r"}}}, "checkpoints: options are those of an object store; set url, or remove options"),
+        ({"checkpoints": {"url": "s3://key:secret@bucket/p"}}, "checkpoints.url: 's3://***@bucket/p' names no place in an object store; write s3://BUCKET/PREFIX, keys into the environment"),  # noqa: E501
+        ({"checkpoints": {"url": "memory://bucket"}}, "checkpoints.url: 'memory://bucket' names no place in an object store; write s3://BUCKET/PREFIX, keys into the environment"),  # noqa: E501
+        ({"checkpoints": {"url": "s3://bucket/../other"}}, "checkpoints.url: 's3://bucket/../other' names no place in an object store; write s3://BUCKET/PREFIX, keys into the environment"),  # noqa: E501
+        ({"checkpoints": {"url": "s3://bucket", "options": {"secret": "planted"}}}, "checkpoints.options.secret: no such field; remove it, or use one of addressing, endpoint_url, region"),  # noqa: E501
+        ({"checkpoints": {"url": "s3://bucket", "options": {"endpoint_url": "http://me:secret@h"}}}, "checkpoints.options.endpoint_url: 'http://***@h' names no object store; write http://HOST:PORT or https://HOST:PORT, keys into the environment"),  # noqa: E501
         ({"execution": {"long_poll_s": True}}, "execution.long_poll_s: true is no number; write one"),
         ({"ray": {"num_cpus": False}}, "ray.num_cpus: false is no number; write one"),
         ({"telemetry": {"metrics": 1}}, "telemetry.metrics: 1 is neither true nor false; write one of them"),

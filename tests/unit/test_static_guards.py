@@ -154,6 +154,7 @@ STREAMS = {
     "gateway/streams.py",
     "gateway/native/streams.py",
 }  # waits for the tokens of a stream, which its caller asked for
+NO_PROMISES = "gateway/openai/generation.py"  # its protocol knows no promise: an answer comes once its samples have ended
 
 
 def waits_of(file: str, module: ast.Module) -> list[tuple[str, str]]:
@@ -182,7 +183,7 @@ def test_nothing_in_the_gateway_waits_for_an_event_but_the_long_poll_and_the_str
     found = [
         f"{file}:{node.lineno} {ast.unparse(node)}"
         for file, module in server_files()
-        if file.startswith("gateway/") and file not in {WAITING, TEXT, *STREAMS}
+        if file.startswith("gateway/") and file not in {WAITING, TEXT, NO_PROMISES, *STREAMS}
         for node in ast.walk(module)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
         if node.func.attr in ("register", "subscribe") or ast.unparse(node.func) in ("asyncio.wait", "waiter.wait")

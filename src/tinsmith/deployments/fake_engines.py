@@ -3,7 +3,8 @@
 from tinsmith.config import SamplerConfig, TrainerConfig
 from tinsmith.deployments.base_models import ServedModel
 from tinsmith.engines.base import SamplingEngine, TrainingEngine
-from tinsmith.engines.fake import FakeSamplingEngine, FakeTrainingEngine
+from tinsmith.engines.fake import FakeTrainingEngine
+from tinsmith.engines.fake_sampler import FakeSamplingEngine
 
 
 def training_engine(model: ServedModel, trainer: TrainerConfig, threads: int) -> TrainingEngine:

@@ -18,6 +18,7 @@ from tinsmith.deployments.observation import exposition_of
 from tinsmith.deployments.ports import listen_shared
 from tinsmith.deployments.presence import Presence, Use, new_replica, of_trainers
 from tinsmith.deployments.request_heads import BoundedHeads
+from tinsmith.deployments.tls import Tls, tls_of
 from tinsmith.deployments.wiring import Blueprint, Connection, configure_logging, connect
 from tinsmith.gateway.app import create_app
 from tinsmith.gateway.deps import Services
@@ -93,13 +94,14 @@ class DirectGateway(Gateway):
     def __init__(self, blueprint: Blueprint, port: int) -> None:
         super().__init__(blueprint)
         self._address = (blueprint.config.gateway.host, port)
+        self._tls = tls_of(blueprint.config.gateway)
         self._http: HttpServer | None = None
 
     async def reconfigure(self, _: Mapping[str, object]) -> None:
         """Listen and take the lease, once. Raises PortUnavailable, StateContention."""
         if self._http is not None and not self._http.has_ended:
             return
-        self._http = HttpServer(self._app, listen_shared(*self._address, BACKLOG), self._services.polls.end)
+        self._http = HttpServer(self._app, listen_shared(*self._address, BACKLOG), self._services.polls.end, self._tls)
         await self._http.start()
         await self._begin()
 
@@ -123,9 +125,9 @@ class DirectGateway(Gateway):
 
 
 class HttpServer:
-    """uvicorn, and the app's life span, as a task of the running loop. `ending` is called once a stop has begun."""
+    """uvicorn, and the app's life span, as a task of the running loop. `ending` is called once a stop has begun. `tls`: None for http."""
 
-    def __init__(self, app: FastAPI, listener: socket, ending: Callable[[], None]) -> None:
+    def __init__(self, app: FastAPI, listener: socket, ending: Callable[[], None], tls: Tls | None = None) -> None:
         self._app = app
         self._listener = listener
         self._server = _Server(
@@ -140,6 +142,8 @@ class HttpServer:
                 backlog=BACKLOG,
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=STOP_S,
+                ssl_certfile=None if tls is None else tls.cert,
+                ssl_keyfile=None if tls is None else tls.key,
             ),
             ending,
         )
@@ -211,7 +215,7 @@ class _Server(uvicorn.Server):
         loop = asyncio.get_running_loop()
         self._ending()
         for connection in waiting:
-            await loop.connect_accepted_socket(self._protocol, connection)
+            await loop.connect_accepted_socket(self._protocol, connection, ssl=self.config.ssl)
         deadline = loop.time() + LINGER_S
         while self.server_state.connections and loop.time() < deadline:  # noqa: ASYNC110 - uvicorn has no event for it
             await asyncio.sleep(_TICK_S)

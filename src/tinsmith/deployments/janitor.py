@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 from tinsmith.deployments.wiring import Blueprint, configure_logging, connect
 from tinsmith.lifecycle.artifacts import ArtifactSweep, min_age_s
+from tinsmith.lifecycle.books import BookSweep
 from tinsmith.lifecycle.checkpoints import Checkpoints
 from tinsmith.lifecycle.retention import CatalogSweep
 from tinsmith.lifecycle.sessions import SessionSweep
@@ -47,8 +48,9 @@ class Janitor:
             orphan_ms=round(execution.orphan_s * 1000),
             lease_ms=LEASE_MS,
         )
-        checkpoints = Checkpoints(blueprint.config.checkpoints.dir)
+        checkpoints = Checkpoints.open(blueprint.config.checkpoints)
         self._catalog = CatalogSweep(connection.store, checkpoints, holder=holder, lease_ms=LEASE_MS)
+        self._books = BookSweep(connection.store, holder=holder, lease_ms=LEASE_MS)
         self._artifacts = ArtifactSweep(
             connection.store,
             connection.lanes,
@@ -96,6 +98,7 @@ class Janitor:
             try:
                 num_gone = await self._artifacts.run()
                 num_forgotten = await self._catalog.run()
+                await self._books.run()
             except (TinsmithError, OSError) as error:
                 _log.warning("no artifacts or old sessions were swept: %s", error)
             else:

@@ -19,6 +19,7 @@ from tinsmith import telemetry
 from tinsmith.config import ConfigError
 from tinsmith.protocol.errors import StateContention, TinsmithError
 from tinsmith.protocol.futures import Failure, FutureRecord, Outcome, State, Write
+from tinsmith.state.feeds import FeedPage
 from tinsmith.state.lanes import (
     Acquired,
     Fenced,
@@ -223,9 +224,20 @@ class RemoteLanes(_Remote):
         refused: frozenset[str] = await self._call("pool_settle", replica, settlements)
         return refused
 
+    async def completions(self, tenant: str, feed: str, after: int, max_events: int) -> FeedPage:
+        page: FeedPage = await self._call("completions", tenant, feed, after, max_events)
+        return page
+
+    async def acknowledge(self, tenant: str, feed: str, rids: Sequence[str]) -> None:
+        await self._call("acknowledge", tenant, feed, rids)
+
     async def look(self, tenant: str, rid: str) -> FutureRecord | None:
         record: FutureRecord | None = await self._call("look", tenant, rid)
         return record
+
+    async def requests(self, tenant: str, session: str, limit: int) -> list[FutureRecord]:
+        records: list[FutureRecord] = await self._call("requests", tenant, session, limit)
+        return records
 
     async def result(self, tenant: str, rid: str) -> bytes | None:
         result: bytes | None = await self._call("result", tenant, rid)

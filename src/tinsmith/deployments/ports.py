@@ -50,8 +50,9 @@ def listen_shared(host: str, port: int, backlog: int) -> socket.socket:
     return listener
 
 
-def url_of(host: str, port: int) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+def url_of(host: str, port: int, *, is_tls: bool = False) -> str:
+    scheme = "https" if is_tls else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def _socket(host: str) -> socket.socket:

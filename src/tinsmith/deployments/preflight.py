@@ -7,10 +7,13 @@ from pathlib import Path
 import psutil
 
 from tinsmith.config import ConfigError, ServerConfig
+from tinsmith.config_checks import is_loopback
 from tinsmith.deployments.observation import missing_packages
 from tinsmith.deployments.ports import PortUnavailable, reserve
+from tinsmith.deployments.tls import check_tls, tls_of
 from tinsmith.lifecycle.checkpoints import Checkpoints
 from tinsmith.protocol.errors import StateContention
+from tinsmith.state.key_file import FileKeyring
 from tinsmith.state.redis_store import RedisStore
 
 _RAY_PORTS = (
@@ -20,12 +23,21 @@ _RAY_PORTS = (
 _MEMORY_STORE = (
     "the memory store does not survive a restart: sessions, models and pending work end with the server; store.kind: redis keeps them"
 )
+_CLEAR_TEXT = "API keys cross the network in the clear; set gateway.tls_cert and gateway.tls_key, or end TLS in front of the port"
 _MIN_SILENCE_S = 15.0
 
 
 def faults_of(config: ServerConfig) -> list[str]:
     """Lines, each with its remedy; none if the server can start here."""
-    probes: list[Callable[[ServerConfig], None]] = [_probe_port, _probe_checkpoints, _probe_sources, _probe_store, _probe_tracing]
+    probes: list[Callable[[ServerConfig], None]] = [
+        _probe_port,
+        _probe_tls,
+        _probe_keys,
+        _probe_checkpoints,
+        _probe_sources,
+        _probe_store,
+        _probe_tracing,
+    ]
     faults: list[str] = []
     for probe in probes:
         try:
@@ -42,6 +54,10 @@ def warnings_of(config: ServerConfig) -> list[str]:
         warnings.append(_RAY_PORTS)
     if config.gateway.ingress == "serve":
         warnings.append(f"gateway: Ray Serve's proxy listens on {config.gateway.host}:{config.gateway.port} of every node")
+    elif not is_loopback(config.gateway.host):
+        warnings.append(f"gateway: it listens beyond loopback, on {config.gateway.host}:{config.gateway.port} of every node")
+    if not is_loopback(config.gateway.host) and config.gateway.tls_cert is None:
+        warnings.append(f"gateway: {_CLEAR_TEXT}")
     if config.store.kind == "memory":
         warnings.append(f"store: {_MEMORY_STORE}")
     silence_s = config.execution.session_timeout_s
@@ -64,8 +80,23 @@ def _probe_port(config: ServerConfig) -> None:
         raise ConfigError([str(error)]) from error
 
 
+def _probe_tls(config: ServerConfig) -> None:
+    tls = tls_of(config.gateway)
+    if tls is not None:
+        check_tls(tls)
+
+
+def _probe_keys(config: ServerConfig) -> None:
+    if config.auth.keys_file is None:
+        return
+    try:
+        asyncio.run(FileKeyring(config.auth.keys_file).records())
+    except StateContention as error:
+        raise ConfigError([error.message]) from error
+
+
 def _probe_checkpoints(config: ServerConfig) -> None:
-    Checkpoints(config.checkpoints.dir).probe()
+    Checkpoints.open(config.checkpoints).probe()
 
 
 def _probe_sources(config: ServerConfig) -> None:

@@ -51,7 +51,7 @@ async def _start_worker(blueprint: Blueprint, base: str, engine: SamplingEngine)
     config = blueprint.config
     connection, replica = connect(blueprint), new_replica(base, Role.SAMPLER)
     gate = Gate(bound_s=config.execution.timeout_s, exclusive=False, ping=engine.ping)
-    checkpoints = Checkpoints(config.checkpoints.dir)
+    checkpoints = Checkpoints.open(config.checkpoints)
 
     async def read_artifact(artifact: str) -> Files:
         return await asyncio.to_thread(checkpoints.read, artifact)

@@ -20,7 +20,7 @@ from typing import ParamSpec, TypeVar
 from tinsmith import telemetry
 from tinsmith.engines.base import Drawn, Files, SamplingEngine, Ticket
 from tinsmith.protocol.errors import ExecutionTimeout, GateUnavailable, StateContention, TinsmithError
-from tinsmith.protocol.futures import Outcome
+from tinsmith.protocol.futures import Outcome, SampledTokens
 from tinsmith.protocol.sampling import SampleOutput
 from tinsmith.queue.gate import CallBackend
 from tinsmith.queue.pool import Finished, Work
@@ -46,12 +46,20 @@ class _NeedsAdapter:
 
 
 @dataclass(frozen=True, slots=True)
-class _Stepped:
-    """What a step came to. `num_sampled`: tokens of the requests that completed."""
+class _Encoded:
+    """The result of a request that completed, and the tokens that it drew over all its sequences."""
 
-    answers: list[tuple[Ticket, bytes | TinsmithError]]
+    result: bytes
+    num_drawn: int
+    num_cached: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Stepped:
+    """What a step came to."""
+
+    answers: list[tuple[Ticket, _Encoded | TinsmithError]]
     drawn: list[Drawn]
-    num_sampled: int
 
 
 class SamplingBackend:
@@ -129,8 +137,9 @@ class SamplingBackend:
             return finished + self._suspect_live(stepped)
         ended = [(work, answer) for ticket, answer in stepped.answers if (work := self._live.pop(ticket, None)) is not None]
         self._keep_chunks(stepped.drawn)
-        self._count([work for work, answer in ended if isinstance(answer, bytes)], stepped.num_sampled)
-        return finished + [(work.rid, _outcome(answer)) for work, answer in ended]
+        outcomes = [(work.rid, _ended(work, answer)) for work, answer in ended]
+        self._count([outcome.sampled for _, outcome in outcomes if outcome.sampled is not None])
+        return finished + outcomes
 
     def take_chunks(self) -> list[StreamChunk]:
         chunks, self._chunks = self._chunks, []
@@ -171,11 +180,11 @@ class SamplingBackend:
             return []
         self._stale.add(ticket)
         if isinstance(error, ExecutionTimeout):
-            return [(work.rid, _outcome(error)), *self._fail_live(error)]
+            return [(work.rid, _failed(error)), *self._fail_live(error)]
         if self._is_hung or isinstance(error, _SlotsBusy):
             self._parked.append(work)
             return []
-        return [(work.rid, _outcome(error))]
+        return [(work.rid, _failed(error))]
 
     async def _enter_engine(self, ticket: Ticket, work: Work) -> Exception | None:
         """Why the engine does not have the request now; None if it has it."""
@@ -241,24 +250,25 @@ class SamplingBackend:
         return None
 
     def _add(self, ticket: Ticket, work: Work) -> None:
-        self._engine.add(ticket, work.sample)
+        self._engine.add(ticket, work.sample, work.tenant)
         if work.is_watched:
             self._engine.watch(ticket)
 
     def _step(self, has_watched: bool) -> _Stepped:
         answers = self._engine.step()
         drawn = self._engine.drawn() if has_watched else []
-        outputs = [answer for _, answer in answers if isinstance(answer, SampleOutput)]
-        return _Stepped(
-            [(ticket, self._encode(answer) if isinstance(answer, SampleOutput) else answer) for ticket, answer in answers],
-            drawn,
-            sum(len(sequence.tokens) for output in outputs for sequence in output.sequences),
-        )
+        return _Stepped([(ticket, self._encoded(answer)) for ticket, answer in answers], drawn)
 
-    def _count(self, completed: Sequence[Work], num_sampled: int) -> None:
+    def _encoded(self, answer: SampleOutput | TinsmithError) -> _Encoded | TinsmithError:
+        if isinstance(answer, TinsmithError):
+            return answer
+        num_drawn = sum(len(sequence.tokens) for sequence in answer.sequences)
+        return _Encoded(self._encode(answer), num_drawn, answer.prompt_cache_hit_tokens)
+
+    def _count(self, completed: Sequence[SampledTokens]) -> None:
         if completed:
-            num_prompt = sum(len(work.sample.prompt) for work in completed)
-            telemetry.count(telemetry.TOKENS, num_sampled, base_model=self._base, kind=telemetry.SAMPLED)
+            num_drawn, num_prompt = sum(sampled.num_drawn for sampled in completed), sum(sampled.num_prompt for sampled in completed)
+            telemetry.count(telemetry.TOKENS, num_drawn, base_model=self._base, kind=telemetry.SAMPLED)
             telemetry.count(telemetry.TOKENS, num_prompt, base_model=self._base, kind=telemetry.PROMPT)
 
     def _keep_chunks(self, drawn: Sequence[Drawn]) -> None:
@@ -270,7 +280,7 @@ class SamplingBackend:
                 )
 
     def _fail_live(self, error: Exception) -> list[Finished]:
-        failed = [(work.rid, _outcome(error)) for work in self._live.values()]
+        failed = [(work.rid, _failed(error)) for work in self._live.values()]
         self._stale.update(self._live)
         self._live.clear()
         return failed
@@ -284,5 +294,12 @@ class SamplingBackend:
         return []
 
 
-def _outcome(answer: bytes | Exception) -> Outcome:
-    return Outcome.failed(answer, is_tainted=False) if isinstance(answer, Exception) else Outcome(result=answer)
+def _ended(work: Work, answer: _Encoded | TinsmithError) -> Outcome:
+    if isinstance(answer, TinsmithError):
+        return _failed(answer)
+    sampled = SampledTokens(num_prompt=len(work.sample.prompt), num_cached=answer.num_cached, num_drawn=answer.num_drawn)
+    return Outcome(result=answer.result, sampled=sampled)
+
+
+def _failed(error: Exception) -> Outcome:
+    return Outcome.failed(error, is_tainted=False)

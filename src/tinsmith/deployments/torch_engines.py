@@ -5,6 +5,7 @@ from tinsmith.deployments.base_models import ServedModel, device_of
 from tinsmith.engines.base import SamplingEngine, TrainingEngine
 from tinsmith.engines.hf_sampler import HfSampler
 from tinsmith.engines.peft_engine import PeftEngine
+from tinsmith.protocol.wire_bounds import MIB
 
 
 def training_engine(model: ServedModel, trainer: TrainerConfig, threads: int) -> TrainingEngine:
@@ -24,4 +25,5 @@ def sampling_engine(model: ServedModel, sampler: SamplerConfig, threads: int) ->
         threads=threads,
         device=device_of(sampler.num_gpus),
         logprobs=sampler.logprobs,
+        prompt_cache_bytes=sampler.prompt_cache_mib * MIB,
     )

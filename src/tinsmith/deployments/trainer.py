@@ -50,7 +50,7 @@ async def _start_worker(blueprint: Blueprint, base: str, engine: TrainingEngine)
     config = blueprint.config
     connection, replica = connect(blueprint), new_replica(base)
     gate = Gate(bound_s=config.execution.timeout_s, exclusive=True, ping=engine.ping)
-    checkpoints, catalog = Checkpoints(config.checkpoints.dir), Catalog(connection.store)
+    checkpoints, catalog = Checkpoints.open(config.checkpoints), Catalog(connection.store)
     executor = Executor(
         connection.lanes,
         TrainingBackend(engine, gate, checkpoints, catalog, connection.store.now_ms),

@@ -19,7 +19,7 @@ from tinsmith.lifecycle.checkpoints import ArtifactKind, Checkpoints, artifact_i
 from tinsmith.lifecycle.recovery import Action, plan
 from tinsmith.protocol.errors import InternalError, NotFound, RequestRejected, TinsmithError, UserError, ValidationFailed
 from tinsmith.protocol.futures import Outcome, Write
-from tinsmith.protocol.sessions import CheckpointKind, CheckpointRecord, ModelRecord, SamplerRecord, checkpoint_path
+from tinsmith.protocol.sessions import CheckpointKind, CheckpointRecord, InflightTarget, ModelRecord, SamplerRecord, checkpoint_path
 from tinsmith.protocol.training import (
     ComputeOutput,
     CreateModel,
@@ -28,16 +28,18 @@ from tinsmith.protocol.training import (
     LoraConfig,
     OptimOutput,
     SaveWeights,
+    SaveWeightsExternal,
     SaveWeightsForSampler,
 )
 from tinsmith.protocol.wire import encode_compute_output
 from tinsmith.queue.executor import Fetch, Ready
 from tinsmith.queue.gate import Gate
 from tinsmith.state.catalog import Catalog, checkpoint_write, sampler_write
+from tinsmith.state.inflight import InflightTargets, target_writes
 from tinsmith.state.lanes import Entry, LaneInfo, Settlement
 
 Clock = Callable[[], Awaitable[int]]  # the store's, ms
-Save = SaveWeights | SaveWeightsForSampler
+Save = SaveWeights | SaveWeightsForSampler | SaveWeightsExternal
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 _log = logging.getLogger(__name__)
@@ -45,6 +47,10 @@ _log = logging.getLogger(__name__)
 
 class _NotSaved(InternalError):
     """A capture could not be made durable; the adapter is as it was."""
+
+
+class _NotRead(InternalError):
+    """A checkpoint's files could not be fetched; the adapter is as it was."""
 
 
 class TrainingBackend:
@@ -55,6 +61,7 @@ class TrainingBackend:
         self._gate = gate
         self._checkpoints = checkpoints
         self._catalog = catalog
+        self._inflight = InflightTargets(catalog.store)
         self._now_ms = now_ms
         self._loras: dict[str, LoraConfig] = {}  # of the resident adapters
 
@@ -120,9 +127,11 @@ class TrainingBackend:
                     return await self._save_training(info, item.entry.seq, command)
                 case SaveWeightsForSampler() as command:
                     return await self._save_sampler(info, item.entry.seq, command)
+                case SaveWeightsExternal() as command:
+                    return await self._save_external(info, item.entry.seq, command)
                 case _:
                     raise InternalError(f"{item.command.kind} is not a command to run alone")
-        except (UserError, _NotSaved) as refusal:
+        except (UserError, _NotSaved, _NotRead) as refusal:
             return Outcome.failed(refusal, is_tainted=False)
 
     async def _create(self, info: LaneInfo, command: CreateModel) -> Outcome:
@@ -133,7 +142,7 @@ class TrainingBackend:
     async def _load(self, info: LaneInfo, command: LoadWeights) -> Outcome:
         if command.lora is None:
             self._lora(info.lane)
-        files = await asyncio.to_thread(self._checkpoints.read, command.artifact)
+        files = await self._read(command.artifact)
         if command.lora is not None:
             await self._create(info, CreateModel(lora=command.lora))
         try:
@@ -143,6 +152,14 @@ class TrainingBackend:
                 await self.drop(info.lane)
             raise
         return _json_outcome({"path": command.path, "model_id": info.lane, "type": "load_weights"})
+
+    async def _read(self, artifact: str) -> dict[str, bytes]:
+        """Raises _NotRead where the storage fails, and as `Checkpoints.read`."""
+        try:
+            return await asyncio.to_thread(self._checkpoints.read, artifact)
+        except OSError as error:
+            _log.error("artifact %s could not be read", artifact, exc_info=error)
+            raise _NotRead("the storage for checkpoints failed: nothing was loaded, the model is as it was; load again") from error
 
     async def _save_training(self, info: LaneInfo, seq: int, command: SaveWeights) -> Outcome:
         """Capture, make durable, and name: the name appears when the outcome is settled."""
@@ -163,9 +180,16 @@ class TrainingBackend:
             return await self._named(info, model, command, CheckpointKind.SAMPLER, name, artifact, size)
         if sampler_id is None:
             raise ValidationFailed("path: name the checkpoint, or send a sampling_session_seq_id for an ephemeral one")
-        return await self._save_ephemeral(info, seq, sampler_id)
+        return await self._save_ephemeral(info, seq, sampler_id, is_inflight=command.mode == "inflight")
 
-    async def _save_ephemeral(self, info: LaneInfo, seq: int, sampler_id: str) -> Outcome:
+    async def _save_external(self, info: LaneInfo, seq: int, command: SaveWeightsExternal) -> Outcome:
+        """As a named `_save_sampler`: a PEFT folder under a name that cannot be used twice."""
+        model = await self._model(info)
+        await self._check_name_is_free(info, CheckpointKind.EXTERNAL, command.name)
+        artifact, size = await self._publish(info, seq, ArtifactKind.EXTERNAL, Contents.SAMPLER)
+        return await self._named(info, model, command, CheckpointKind.EXTERNAL, command.name, artifact, size)
+
+    async def _save_ephemeral(self, info: LaneInfo, seq: int, sampler_id: str, *, is_inflight: bool) -> Outcome:
         """A sampler without a name. Another one of that number stays as it is.
 
         The record is written here, and only where there is none: whoever comes second finds it, be it another model's save or a gateway
@@ -174,18 +198,22 @@ class TrainingBackend:
         """
         await self._check_number_is_free(info, seq, sampler_id)  # before a capture for nothing
         artifact, _ = await self._publish(info, seq, ArtifactKind.SAMPLER, Contents.SAMPLER)
+        now_ms = await self._now_ms()
+        target = InflightTarget(tenant=info.tenant, model_id=info.lane, seq=seq, artifact=artifact, created_ms=now_ms)
         record = SamplerRecord(
             tenant=info.tenant,
             session_id=info.session,
             sampler_id=sampler_id,
             base_model=info.base,
             artifact=artifact,
-            created_ms=await self._now_ms(),
+            inflight=target if is_inflight else None,
+            created_ms=now_ms,
         )
         if not _is_of_save(await self._catalog.add_sampler(record), info, seq):
             await self.discard(artifact)
             raise _number_used(sampler_id)
-        return _json_outcome({"sampling_session_id": sampler_id}, artifact=artifact, writes=(sampler_write(record),))
+        shared = target_writes(target, await self._inflight.of_model(info.tenant, info.lane)) if is_inflight else ()
+        return _json_outcome({"sampling_session_id": sampler_id}, artifact=artifact, writes=(sampler_write(record), *shared))
 
     async def _check_number_is_free(self, info: LaneInfo, seq: int, sampler_id: str) -> None:
         try:
@@ -236,7 +264,10 @@ class TrainingBackend:
             expires_ms=None if command.ttl_seconds is None else now_ms + 1000 * command.ttl_seconds,
             user_metadata=command.user_metadata,
         )
-        return _json_outcome({"path": record.path}, artifact=artifact, writes=(checkpoint_write(record),))
+        told: dict[str, object] = {"path": record.path}
+        if kind is CheckpointKind.EXTERNAL:
+            told["size_bytes"] = size
+        return _json_outcome(told, artifact=artifact, writes=(checkpoint_write(record),))
 
     async def _model(self, info: LaneInfo) -> ModelRecord:
         """Raises NotFound for a model whose creation failed."""

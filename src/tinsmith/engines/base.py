@@ -113,8 +113,9 @@ class SamplingEngine(Protocol):
         """Make a SAMPLER artifact available under its key; evicts the least recently used idle one if there is no room."""
         ...
 
-    def add(self, ticket: Ticket, sample: Sample) -> None:
-        """Queue a request. Raises a TinsmithError that refuses it (context limit, unknown adapter), with nothing kept."""
+    def add(self, ticket: Ticket, sample: Sample, scope: str = "") -> None:
+        """Queue a request. What was computed of a prompt is used again only for requests of the same scope. Raises a TinsmithError that
+        refuses the request (context limit, unknown adapter), with nothing kept."""
         ...
 
     def cancel(self, ticket: Ticket) -> None:

@@ -14,9 +14,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from tinsmith.protocol.custom_inputs import TARGETS, read_names
+from tinsmith.protocol.custom_losses import CustomLoss
 from tinsmith.protocol.inputs import Datum
-from tinsmith.protocol.loss_checks import Limits, check_compute, check_finite, check_ids
-from tinsmith.protocol.losses import LOSSES, LossSpec
+from tinsmith.protocol.loss_checks import Limits, check_bounds, check_compute, check_finite, check_ids, check_ratio_mask
+from tinsmith.protocol.losses import LOSSES, RATIO_MASK, LossInput, LossSpec
 from tinsmith.protocol.tensors import DType
 from tinsmith.protocol.tensors import Tensor as WireTensor
 from tinsmith.protocol.training import Compute
@@ -48,10 +50,16 @@ class Example:
 
 def read_examples(command: Compute, limits: Limits, offered: Collection[str] = LOSSES) -> list[Example]:
     """All datums of a command, checked, in order. Raises what `loss_checks.check_compute` raises, and ValidationFailed for target ids that
-    are not real and for numbers that are not finite."""
+    are not real, for numbers that are not finite or out of their bounds, and for a sequence that has advantages and no row in its mask."""
     check_compute(command, limits, offered)
     spec = LOSSES[command.loss_fn]
-    return [_read_example(f"data[{index}].loss_fn_inputs", datum, spec, limits) for index, datum in enumerate(command.data)]
+    return [_read_example(index, datum, spec, limits) for index, datum in enumerate(command.data)]
+
+
+def read_custom_examples(command: Compute, loss: CustomLoss, limits: Limits) -> list[Example]:
+    """As `read_examples`, of a command with a custom loss: `inputs` are the targets and what the loss reads, in the dtypes that came."""
+    check_compute(command, limits)
+    return [_read_custom(index, datum, loss, limits) for index, datum in enumerate(command.data)]
 
 
 def plan(lengths: Sequence[int], budget: int) -> list[tuple[int, ...]]:
@@ -83,13 +91,28 @@ def pad(examples: Sequence[Example]) -> tuple[Tensor, Tensor]:
     return tokens_BT, mask_BT
 
 
-def _read_example(field: str, datum: Datum, spec: LossSpec, limits: Limits) -> Example:
+def _read_example(index: int, datum: Datum, spec: LossSpec, limits: Limits) -> Example:
     tokens = np.frombuffer(datum.model_input.token_bytes, dtype="<i4").astype(np.int64)
     inputs: dict[str, Tensor] = {}
     for name, tensor in datum.loss_fn_inputs.items():
-        is_ids = spec.inputs[name].dtype is DType.INT64
-        array = _read_ids(f"{field}.{name}", tensor, limits.vocab_size) if is_ids else _read_numbers(f"{field}.{name}", tensor)
+        wanted, field = spec.inputs[name], f"data[{index}].loss_fn_inputs.{name}"
+        is_ids = wanted.dtype is DType.INT64
+        array = _read_ids(field, tensor, limits.vocab_size) if is_ids else _read_numbers(field, tensor, wanted)
         inputs[name] = torch.from_numpy(array)
+    if RATIO_MASK in inputs:
+        check_ratio_mask(index, has_members=bool(inputs[RATIO_MASK].any()), trains=_trains(inputs))
+    return Example(torch.from_numpy(tokens), inputs)
+
+
+def _read_custom(index: int, datum: Datum, loss: CustomLoss, limits: Limits) -> Example:
+    tokens = np.frombuffer(datum.model_input.token_bytes, dtype="<i4").astype(np.int64)
+    fields = {name: f"data[{index}].loss_fn_inputs.{name}" for name in (TARGETS, *read_names(loss))}
+    arrays = {name: _densify(datum.loss_fn_inputs[name]) for name in fields}
+    for name, array in arrays.items():
+        check_finite(fields[name], int((~np.isfinite(array)).sum()))
+    check_ids(fields[TARGETS], int(arrays[TARGETS].min()), int(arrays[TARGETS].max()), limits.vocab_size)
+    scalars = {parameter.name for parameter in loss.inputs if parameter.rank == 0}
+    inputs = {name: torch.from_numpy(array.reshape(()) if name in scalars else array) for name, array in arrays.items()}
     return Example(torch.from_numpy(tokens), inputs)
 
 
@@ -99,10 +122,17 @@ def _read_ids(field: str, tensor: WireTensor, vocab_size: int) -> Array:
     return ids
 
 
-def _read_numbers(field: str, tensor: WireTensor) -> Array:
+def _read_numbers(field: str, tensor: WireTensor, wanted: LossInput) -> Array:
     numbers = _densify(tensor).astype(np.float32)  # integer torch tensors arrive as int64
     check_finite(field, int((~np.isfinite(numbers)).sum()))
+    check_bounds(field, wanted, float(numbers.min()), float(numbers.max()))
     return numbers
+
+
+def _trains(inputs: Mapping[str, Tensor]) -> bool:
+    """Some row has an advantage and, where there are weights, a weight."""
+    rows_N = inputs["advantages"] != 0
+    return bool((rows_N & (inputs["weights"] != 0) if "weights" in inputs else rows_N).any())
 
 
 def _densify(tensor: WireTensor) -> Array:

@@ -1,35 +1,29 @@
-"""Deterministic engines without a model, for tests of everything around an engine. They keep every promise of the seam.
+"""The deterministic training engine, for tests of everything around an engine. It keeps every promise of the seam, without a model.
 
-The model that they stand on is described in `fake_model.py`.
+The rule that it stands on is described in `fake_model.py`; its twin for sampling is in `fake_sampler.py`.
 
 Callers ask for faults as `fake_faults.py` says. Tests in the same process pass `before`, and wait or raise there.
 """
 
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import replace
 
 from tinsmith.engines import fake_passes
-from tinsmith.engines.base import Answer, Contents, Drawn, Files, Job, Ticket, check_optimizer
-from tinsmith.engines.fake_faults import Fault, before_any_effect, fault_in, fault_of, suffer, suffer_seeded
+from tinsmith.engines.base import Answer, Contents, Files, Job, check_optimizer
+from tinsmith.engines.fake_faults import Fault, fault_in, suffer, suffer_seeded
 from tinsmith.engines.fake_model import (
     DIMENSIONS,
     Adapter,
     Progress,
     Vector,
     adapter_of,
-    candidates,
-    check_tokens,
-    draw,
     files_of,
-    logprob,
     step,
 )
-from tinsmith.protocol.errors import InputTokensExceeded, NotFound, TinsmithError, ValidationFailed
+from tinsmith.protocol.errors import NotFound, TinsmithError, ValidationFailed
 from tinsmith.protocol.loss_checks import Limits
-from tinsmith.protocol.sampling import Sample, SampledSequence, SampleOutput, StopReason
 from tinsmith.protocol.training import (
     MAX_LORA_RANK,
     Compute,
@@ -193,164 +187,3 @@ def _add(adapter: Adapter, gradient: Vector, fault: Fault | None, ms: int) -> No
         time.sleep(ms / 1000)
     for index, value in enumerate(gradient[half:], half):
         adapter.g[index] += value
-
-
-@dataclass(slots=True)
-class _Request:
-    """A sample under way: one list of tokens and log-probs a row. `limit`: tokens a row may have. `reported`: tokens a row, of a watched
-    request."""
-
-    sample: Sample
-    b: Vector
-    limit: int
-    rows: list[SampledSequence]
-    open_rows: list[int]
-    has_suffered: bool = False
-    reported: list[int] | None = None
-
-
-class FakeSamplingEngine:
-    """`SamplingEngine`. Strings in `stop` never match, since there is no tokenizer; a stop token is part of its sequence."""
-
-    def __init__(
-        self,
-        *,
-        max_rows: int = 32,
-        max_adapters: int = 32,
-        vocab_size: int = 49152,
-        max_context: int = 8192,
-        eos_token_ids: tuple[int, ...] = (),
-        before: Before | None = None,
-    ) -> None:
-        self._max_rows = max_rows
-        self._max_adapters = max_adapters
-        self._vocab_size = vocab_size
-        self._max_context = max_context
-        self._eos = frozenset(eos_token_ids)
-        self._before = before
-        self._adapters: OrderedDict[str, Vector] = OrderedDict()
-        self._requests: dict[Ticket, _Request] = {}
-        self.calls: Counter[str] = Counter()
-
-    @property
-    def max_rows(self) -> int:
-        return self._max_rows
-
-    @property
-    def num_live(self) -> int:
-        return len(self._requests)
-
-    def has_adapter(self, key: str) -> bool:
-        return key in self._adapters
-
-    def load_adapter(self, key: str, files: Files) -> None:
-        self._enter("load_adapter", key)
-        adapter = adapter_of(files, Contents.SAMPLER)
-        suffer_seeded("load_adapter", adapter.lora.seed)
-        self._adapters[key] = adapter.b
-        self._adapters.move_to_end(key)
-        in_use = {request.sample.adapter for request in self._requests.values()} | {key}
-        idle = [held for held in self._adapters if held not in in_use]
-        for held in idle[: max(len(self._adapters) - self._max_adapters, 0)]:
-            del self._adapters[held]
-
-    def add(self, ticket: Ticket, sample: Sample) -> None:
-        self._enter("add", ticket)
-        tokens = sample.prompt.tokens
-        if not 1 <= len(tokens) <= self._max_context:
-            raise InputTokensExceeded(f"prompt: {len(tokens)} tokens; send 1 to {self._max_context}")
-        check_tokens("prompt", tokens, self._vocab_size)
-        if sample.adapter is not None and sample.adapter not in self._adapters:
-            raise NotFound(f"adapter {sample.adapter!r} is not loaded")
-        if fault_of(tokens)[0] is Fault.REFUSE:
-            raise ValidationFailed("injected fault: refused")
-        room = max(1, self._max_context - len(tokens))  # a prompt that fills the context still gets one token
-        limit = room if sample.params.max_tokens is None else min(sample.params.max_tokens, room)
-        b = [0.0] * DIMENSIONS if sample.adapter is None else self._adapters[sample.adapter]
-        rows = [SampledSequence([], [], StopReason.LENGTH) for _ in range(sample.num_samples)]
-        self._requests[ticket] = _Request(sample, b, limit, rows, list(range(sample.num_samples)))
-
-    def cancel(self, ticket: Ticket) -> None:
-        self._requests.pop(ticket, None)
-
-    def watch(self, ticket: Ticket) -> None:
-        request = self._requests.get(ticket)
-        if request is not None and request.reported is None:
-            request.reported = [0] * len(request.rows)
-
-    def drawn(self) -> list[Drawn]:
-        watched = [(ticket, request, request.reported) for ticket, request in self._requests.items() if request.reported is not None]
-        return [drawn for ticket, request, reported in watched for drawn in _report(ticket, request.rows, reported)]
-
-    def step(self) -> list[tuple[Ticket, SampleOutput | TinsmithError]]:
-        self._enter("step", "")
-        free_rows = self._max_rows
-        for request in self._requests.values():
-            if free_rows == 0:
-                break
-            self._suffer_once(request)
-            running = request.open_rows[:free_rows]
-            free_rows -= len(running)
-            for row in running:
-                self._advance(request, row)
-        finished = [ticket for ticket, request in self._requests.items() if not request.open_rows]
-        return [(ticket, _sample_output(self._requests.pop(ticket), self._vocab_size)) for ticket in finished]
-
-    def ping(self) -> None:
-        self._enter("ping", "")
-
-    def _enter(self, operation: str, subject: str) -> None:
-        self.calls[operation] += 1
-        if self._before is not None:
-            self._before(operation, subject)
-
-    @staticmethod
-    def _suffer_once(request: _Request) -> None:
-        if request.has_suffered:
-            return
-        request.has_suffered = True
-        fault, ms = fault_of(request.sample.prompt.tokens)
-        suffer(before_any_effect(fault), ms)
-
-    def _advance(self, request: _Request, row: int) -> None:
-        """One token more for one row."""
-        held, params = request.rows[row], request.sample.params
-        previous = held.tokens[-1] if held.tokens else request.sample.prompt.tokens[-1]
-        ranked = candidates(request.b, previous, self._vocab_size)
-        token, value = ranked[0] if params.temperature == 0 else draw(ranked, f"{params.seed}/{row}/{len(held.tokens)}")
-        held.tokens.append(token)
-        held.logprobs.append(value)
-        if self._stops(params.stop, token):
-            request.rows[row] = replace(held, stop_reason=StopReason.STOP)
-            request.open_rows.remove(row)
-        elif len(held.tokens) >= request.limit:
-            request.open_rows.remove(row)
-
-    def _stops(self, stop: tuple[str, ...] | tuple[int, ...] | None, token: int) -> bool:
-        if stop == ():
-            return False
-        return token in self._eos or (stop is not None and token in stop)
-
-
-def _report(ticket: Ticket, rows: Sequence[SampledSequence], reported: list[int]) -> list[Drawn]:
-    """The tokens above `reported`, which counts them from then on."""
-    news: list[Drawn] = []
-    for index, row in enumerate(rows):
-        offset = reported[index]
-        if len(row.tokens) > offset:
-            news.append(Drawn(ticket, index, offset, row.tokens[offset:], row.logprobs[offset:]))
-            reported[index] = len(row.tokens)
-    return news
-
-
-def _sample_output(request: _Request, vocab_size: int) -> SampleOutput:
-    sample, tokens = request.sample, request.sample.prompt.tokens
-    pairs = list(pairwise(tokens))
-    prompt: list[float | None] | None = None
-    alternatives: list[list[tuple[int, float]] | None] | None = None
-    if sample.prompt_logprobs:
-        prompt = [None, *(logprob(request.b, previous, token) for previous, token in pairs)]
-    if sample.topk_prompt_logprobs > 0:
-        k = sample.topk_prompt_logprobs
-        alternatives = [None, *(candidates(request.b, previous, vocab_size)[:k] for previous, _ in pairs)]
-    return SampleOutput(request.rows, prompt, alternatives)

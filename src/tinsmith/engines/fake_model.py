@@ -73,7 +73,7 @@ def step(adapter: Adapter, command: OptimStep) -> OptimOutput:
     if progress.accumulated == 0:
         return OptimOutput({})
     norm = math.sqrt(sum(value * value for value in adapter.g))
-    clip = 1.0 if params.grad_clip_norm == 0 or norm <= params.grad_clip_norm else params.grad_clip_norm / norm
+    clip = 1.0 if params.grad_clip_norm <= 0 or norm <= params.grad_clip_norm else params.grad_clip_norm / norm
     rate = params.learning_rate * (command.schedule.factor(progress.steps) if command.schedule else 1.0)
     m, b = _descended(adapter, params, [clip * g for g in adapter.g], rate)
     if not all(map(math.isfinite, (*m, *b))):

@@ -6,14 +6,14 @@ and then advances every running sequence by one token, so requests join and leav
 What repeats: a request's answer is a function of (base model, adapter, request). Prompts are prefilled alone in chunks at fixed places,
 each row is drawn by itself from its own seed (`sampling_rules`), and rows are batched so that they do not touch each other's bits where
 the matrix kernels allow it (`sampler_cache`; measured on x86 CPUs, fp32 and bf16). Elsewhere a row's logits may differ in last bits with
-the company it keeps: log-probs then agree to rounding, and a token differs only where two candidates are closer than that.
+the company it keeps: log-probs then agree to rounding, and a token differs only where two candidates are closer than that. A chunk that
+was computed for an earlier prompt of the same scope and adapter is used again as it lies; the answer has the same bits without it.
 
 Shapes: V vocabulary, Q tokens of a chunk.
 """
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -23,81 +23,25 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from tinsmith.engines.base import Drawn, Files, Ticket
-from tinsmith.engines.sampler_cache import ATTENTION, PromptCache, RowCache
+from tinsmith.engines.prefixes import PREFILL_CHUNK, PrefixCache, chunk_keys, digest_of, root
+from tinsmith.engines.prompt_scores import PromptScores
+from tinsmith.engines.sampler_cache import ATTENTION, PromptCache, PromptChunk, RowCache
 from tinsmith.engines.sampler_lora import Adapter, AdapterShelf, Routes, RowGroup, read_adapter, wrap
+from tinsmith.engines.sampler_requests import Request, Row
 from tinsmith.engines.sampling_rules import Draw, LogprobMode, NonFiniteLogits, draw, uniform
 from tinsmith.protocol.errors import InputTokensExceeded, InternalError, TinsmithError, ValidationFailed
-from tinsmith.protocol.sampling import Sample, SampledSequence, SampleOutput, StopReason
+from tinsmith.protocol.loss_checks import Limits
+from tinsmith.protocol.sample_checks import check_asked
+from tinsmith.protocol.sampling import Sample, SampleOutput, StopReason
 from tinsmith.protocol.sessions import BaseModelInfo
 from tinsmith.text.stops import StopMatcher
 from tinsmith.text.tokenizer import Tokenizer
 
-PREFILL_CHUNK = 256  # tokens; also the budget of a step, which bounds how long a long prompt holds up the running sequences
+PROMPT_CACHE_BYTES = 256 * 1024 * 1024
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _FOREIGN_ATTENTION = ("sliding_window", "attention_chunk_size", "attn_logit_softcapping", "attn_logit_softcap")
 
 Answered = tuple[Ticket, SampleOutput | TinsmithError]
-
-
-@dataclass(slots=True)
-class _Request:
-    """A request that has not finished. `finished` holds its sequences by sample index."""
-
-    ticket: Ticket
-    sample: Sample
-    prompt: list[int]
-    max_new: int
-    adapter: Adapter | None
-    cache: PromptCache
-    first_logits: Tensor | None = None  # [V], after the last prompt token
-    num_started: int = 0
-    is_watched: bool = False
-    finished: dict[int, SampledSequence] = field(default_factory=dict)
-    prompt_logprobs: list[float | None] = field(default_factory=lambda: [None])
-    topk_prompt_logprobs: list[list[tuple[int, float]] | None] = field(default_factory=lambda: [None])
-
-    @property
-    def wants_prompt_logits(self) -> bool:
-        return self.sample.prompt_logprobs or self.sample.topk_prompt_logprobs > 0
-
-    def output(self) -> SampleOutput:
-        return SampleOutput(
-            sequences=[self.finished[index] for index in range(self.sample.num_samples)],
-            prompt_logprobs=self.prompt_logprobs if self.sample.prompt_logprobs else None,
-            topk_prompt_logprobs=self.topk_prompt_logprobs if self.sample.topk_prompt_logprobs > 0 else None,
-        )
-
-
-@dataclass(slots=True)
-class _Row:
-    """One sequence that decodes, or has ended with `ended`."""
-
-    request: _Request
-    index: int
-    stops: StopMatcher
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    ended: StopReason | None = None
-    num_reported: int = 0
-
-    def take(self, drawn: Draw) -> StopReason | None:
-        """Append a token; why the sequence ends with it, or None."""
-        self.tokens.append(drawn.token)
-        self.logprobs.append(drawn.logprob)
-        if self.stops.push(drawn.token):
-            self.ended = StopReason.STOP
-        elif len(self.tokens) >= self.request.max_new:
-            self.ended = StopReason.LENGTH
-        return self.ended
-
-    def report(self) -> Drawn | None:
-        """The tokens that are decided and were not reported yet."""
-        offset, num_held = self.num_reported, 0 if self.ended is not None else self.stops.num_undecided()
-        end = len(self.tokens) - num_held
-        if end <= offset:
-            return None
-        self.num_reported = end
-        return Drawn(self.request.ticket, self.index, offset, self.tokens[offset:end], self.logprobs[offset:end])
 
 
 class HfSampler:
@@ -113,9 +57,11 @@ class HfSampler:
         device: str = "cpu",
         *,
         logprobs: LogprobMode = "tempered",
+        prompt_cache_bytes: int = PROMPT_CACHE_BYTES,
     ) -> None:
         """`threads`: intra-op threads of this process; 1 keeps fp32 results bit-equal. `logprobs`: which log-probs of sampled tokens
-        are returned where temperature is neither 0 nor 1. Raises ValueError for a model whose attention is not plain causal."""
+        are returned where temperature is neither 0 nor 1. `prompt_cache_bytes`: of computed chunks that are kept for later prompts.
+        Raises ValueError for a model whose attention is not plain causal."""
         torch.set_num_threads(threads)
         disable_progress_bar()  # "Loading weights" would be drawn over the server's log
         self._info = info
@@ -132,11 +78,13 @@ class HfSampler:
         self._layers = wrap(self._model, self._routes)
         self._tokenizer = Tokenizer.from_dir(info.path) if (Path(info.path) / "tokenizer.json").is_file() else None
         self._shelf = AdapterShelf(max_adapters)
-        self._requests: dict[Ticket, _Request] = {}
-        self._waiting: deque[_Request] = deque()  # those with samples that have not started, in the order of their turns
-        self._rows: list[_Row] = []  # row i decodes in row i of the cache
+        self._digests: dict[str, bytes] = {}  # of the weights of each adapter on the shelf
+        self._prefixes: PrefixCache[PromptChunk] = PrefixCache(prompt_cache_bytes)
+        self._requests: dict[Ticket, Request] = {}
+        self._waiting: deque[Request] = deque()  # those with samples that have not started, in the order of their turns
+        self._rows: list[Row] = []  # row i decodes in row i of the cache
         self._cache = RowCache(max_rows, self._device)
-        self._watched: list[_Row] = []  # of requests that run; those that have ended stay for one more report
+        self._watched: list[Row] = []  # of requests that run; those that have ended stay for one more report
 
     @property
     def max_rows(self) -> int:
@@ -151,19 +99,23 @@ class HfSampler:
 
     def load_adapter(self, key: str, files: Files) -> None:
         """Raises ValidationFailed for files that do not fit the base model, StateContention if all adapters are in use."""
+        is_new = key not in self._shelf
         self._shelf.put(key, read_adapter(files, self._layers, self._device))
+        if is_new:
+            self._digests = {held: digest for held, digest in self._digests.items() if held in self._shelf} | {key: digest_of(files)}
 
-    def add(self, ticket: Ticket, sample: Sample) -> None:
+    def add(self, ticket: Ticket, sample: Sample, scope: str = "") -> None:
         """Raises InputTokensExceeded, ValidationFailed, NotFound (adapter)."""
         prompt = sample.prompt.tokens
         self._check(ticket, sample, prompt)
-        request = _Request(
+        request = Request(
             ticket=ticket,
             sample=sample,
             prompt=prompt,
             max_new=_max_new(sample.params.max_tokens, self._info.max_context - len(prompt)),
             adapter=None if sample.adapter is None else self._shelf.use(sample.adapter),
-            cache=PromptCache(len(prompt)),
+            scores=PromptScores(sample, prompt, self._info.vocab_size, self._mode),
+            chunk_keys=list(chunk_keys(root(scope, self._digest(sample.adapter)), sample.prompt.token_bytes)),
         )
         self._requests[ticket] = request
         self._waiting.append(request)
@@ -203,10 +155,14 @@ class HfSampler:
             )
         if min(prompt) < 0 or max(prompt) >= self._info.vocab_size:
             raise ValidationFailed(f"prompt: token ids must lie in [0, {self._info.vocab_size}); use the base model's tokenizer")
+        check_asked(sample, Limits(self._info.vocab_size, self._info.max_context))
         try:
             self._matcher(sample)
         except ValueError as error:
             raise ValidationFailed(f"sampling_params.stop: {error}") from error
+
+    def _digest(self, adapter: str | None) -> bytes:
+        return b"" if adapter is None else self._digests[adapter]
 
     def _matcher(self, sample: Sample) -> StopMatcher:
         return StopMatcher(sample.params.stop, self._info.eos_token_ids, self._tokenizer)
@@ -221,7 +177,10 @@ class HfSampler:
             if request.first_logits is None:
                 if budget <= 0:
                     break
-                budget -= self._prefill_chunk(request)
+                try:
+                    budget -= self._next_chunk(request)
+                except NonFiniteLogits:
+                    answered.append(self._refuse(request))
                 continue
             self._waiting.popleft()
             answered += self._start_sample(request, request.first_logits)
@@ -229,21 +188,35 @@ class HfSampler:
                 self._waiting.append(request)
         return answered
 
-    def _prefill_chunk(self, request: _Request) -> int:
-        """Feed the next chunk of the prompt; its places depend on the prompt alone. Answers the number of tokens."""
-        cache = request.cache
-        chunk = request.prompt[cache.filled : cache.filled + PREFILL_CHUNK]
-        groups = [] if request.adapter is None else [RowGroup(request.adapter)]
-        positions = torch.arange(cache.filled, cache.filled + len(chunk), device=self._device)[None]
-        keep = len(chunk) if request.wants_prompt_logits else 1
-        mask = cache.mask(len(chunk), self._device)
-        logits_QV = self._forward(torch.tensor([chunk], device=self._device), positions, mask, cache, groups, keep)[0]
-        if request.wants_prompt_logits:
-            self._score_prompt(request, logits_QV, request.prompt[cache.filled + 1 : cache.filled + len(chunk) + 1])
-        cache.filled += len(chunk)
-        if cache.filled == len(request.prompt):
+    def _next_chunk(self, request: Request) -> int:
+        """Bring the prompt one chunk further; its places depend on the prompt alone. Answers how many tokens were computed."""
+        start, place = request.cache.filled, len(request.cache.chunks)
+        end = min(start + PREFILL_CHUNK, len(request.prompt))
+        is_scored = request.scores.wants(start, end)
+        # The last chunk is always computed: its last logits are drawn from.
+        if end < len(request.prompt) and not is_scored:
+            shared = self._prefixes.get(request.chunk_keys[place])
+            if shared is not None:
+                request.cache.append(shared)
+                request.num_shared += shared.num_tokens
+                return 0
+        logits_QV = self._prefill(request, start, end, keep=end - start if is_scored else 1)
+        chunk = request.cache.end_chunk(end - start)
+        if place < len(request.chunk_keys):
+            self._prefixes.put(request.chunk_keys[place], chunk, chunk.num_bytes)
+        if is_scored:
+            request.scores.take(start, logits_QV)
+        if end == len(request.prompt):
             request.first_logits = logits_QV[-1].clone()
-        return len(chunk)
+        return end - start
+
+    def _prefill(self, request: Request, start: int, end: int, keep: int) -> Tensor:
+        """Logits of the last `keep` tokens of the prompt's tokens from `start` to `end`."""
+        groups = [] if request.adapter is None else [RowGroup(request.adapter)]
+        tokens = torch.tensor([request.prompt[start:end]], device=self._device)
+        positions = torch.arange(start, end, device=self._device)[None]
+        mask = request.cache.mask(end - start, self._device)
+        return self._forward(tokens, positions, mask, request.cache, groups, keep)[0]
 
     def _forward(
         self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: PromptCache | RowCache, groups: Sequence[RowGroup], keep: int
@@ -255,22 +228,9 @@ class HfSampler:
         ).logits
         return logits
 
-    def _score_prompt(self, request: _Request, logits_QV: Tensor, targets: list[int]) -> None:
-        """Raw log-probs of `targets`, the tokens after the first len(targets) of the chunk."""
-        if not targets:
-            return
-        logprobs_QV = torch.log_softmax(logits_QV[: len(targets)].float(), dim=-1)
-        chosen = logprobs_QV.gather(1, torch.tensor(targets, device=self._device)[:, None])[:, 0]
-        request.prompt_logprobs += chosen.tolist()
-        if request.sample.topk_prompt_logprobs > 0:
-            best = torch.topk(logprobs_QV, min(request.sample.topk_prompt_logprobs, self._info.vocab_size))
-            request.topk_prompt_logprobs += [
-                list(zip(ids, values, strict=True)) for ids, values in zip(best.indices.tolist(), best.values.tolist(), strict=True)
-            ]
-
-    def _start_sample(self, request: _Request, first_logits: Tensor) -> list[Answered]:
+    def _start_sample(self, request: Request, first_logits: Tensor) -> list[Answered]:
         """Draw the first token of the request's next sample, and give the sample a row unless it ends there."""
-        row = _Row(request, request.num_started, self._matcher(request.sample))
+        row = Row(request, request.num_started, self._matcher(request.sample))
         request.num_started += 1
         if request.is_watched:
             self._watched.append(row)
@@ -316,20 +276,21 @@ class HfSampler:
                 places.setdefault(id(adapter), (adapter, []))[1].append(place)
         return [RowGroup.of(adapter, rows, self._cache.batch_rows, self._device) for adapter, rows in places.values()]
 
-    def _draw(self, row: _Row, logits_V: Tensor) -> Draw:
+    def _draw(self, row: Row, logits_V: Tensor) -> Draw:
         params = row.request.sample.params
         u = uniform(params.seed, row.index, len(row.tokens))
-        return draw(logits_V, self._info.vocab_size, params, u, self._mode)
+        num_best = row.request.sample.topk_sample_logprobs
+        return draw(logits_V, self._info.vocab_size, params, u, self._mode, counts=row.counts, num_best=num_best)
 
-    def _finish(self, row: _Row, reason: StopReason) -> list[Answered]:
+    def _finish(self, row: Row, reason: StopReason) -> list[Answered]:
         request = row.request
-        request.finished[row.index] = SampledSequence(row.tokens, row.logprobs, reason)
+        request.finished[row.index] = row.sequence(reason)
         if len(request.finished) < request.sample.num_samples:
             return []
         self._forget(request)
         return [(request.ticket, request.output())]
 
-    def _refuse(self, request: _Request) -> Answered:
+    def _refuse(self, request: Request) -> Answered:
         self._forget(request, wipe=True)
         if request.adapter is None:
             return request.ticket, InternalError(
@@ -339,7 +300,7 @@ class HfSampler:
             "the adapter gives logits that are not finite: its training has diverged; use an earlier one"
         )
 
-    def _forget(self, request: _Request, *, wipe: bool = False) -> None:
+    def _forget(self, request: Request, *, wipe: bool = False) -> None:
         """Free everything that a request holds."""
         del self._requests[request.ticket]
         if request in self._waiting:
@@ -351,7 +312,7 @@ class HfSampler:
         if request.sample.adapter is not None:
             self._shelf.release(request.sample.adapter)
 
-    def _drop_row(self, row: _Row, *, wipe: bool = False) -> None:
+    def _drop_row(self, row: Row, *, wipe: bool = False) -> None:
         place = next(place for place, held in enumerate(self._rows) if held is row)
         self._cache.remove(place, wipe=wipe)
         last = self._rows.pop()

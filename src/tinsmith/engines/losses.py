@@ -1,8 +1,8 @@
-"""The losses of single datums as pure functions of log-probs: a value and the gradient that a backward pass is seeded with.
+"""What a loss of single datums is, a pure function of log-probs, and the supervised one.
 
-The losses of pairs are in `preference.py` and `embedding.py`. Knows nothing of models, batches or logits: the log-prob is the only
-differentiable quantity, so (value, g = dL/dlogprob) describes a loss completely. Values are plain sums, never means. Every closed form
-selects before it multiplies: a row with weight or advantage 0 adds exactly 0 to value and gradient, also where a ratio or a log-prob
+The losses of policies are in `policy_losses.py`, those of pairs in `preference.py` and `embedding.py`. Knows nothing of models, batches or
+logits: the log-prob is the only differentiable quantity, so (value, g = dL/dlogprob) describes a loss completely. Values are plain sums,
+never means. Every closed form selects before it multiplies: a row of weight 0 adds exactly 0 to value and gradient, also where its log-prob
 overflows.
 
 Shapes: N rows of one datum (one a token of its input), K targets a row.
@@ -39,25 +39,9 @@ def cross_entropy(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mappin
     """
     weights = inputs.get("weights", torch.ones_like(logprobs))
     terms = torch.where(weights != 0, weights * logprobs, 0.0)
-    return LossTerm(-_total(terms), 0.0 - weights)
+    return LossTerm(-total(terms), 0.0 - weights)
 
 
-def importance_sampling(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> LossTerm:
-    """L = -sum(r * A * w) with r = exp(l - q), differentiated, not clipped; g = -r * A * w.
-
-    logprobs, inputs logprobs (q), advantages (A), weights (w, absent means 1): [N]. Source: the Tinker API's importance_sampling.
-    """
-    advantages = _weighted(inputs)
-    delta = torch.where(advantages != 0, logprobs - inputs["logprobs"], 0.0)
-    terms = torch.where(advantages != 0, torch.exp(delta) * advantages, 0.0)
-    return LossTerm(-_total(terms), 0.0 - terms)
-
-
-def _weighted(inputs: Mapping[str, Tensor]) -> Tensor:
-    """Advantages times the optional weights: both are constants that multiply a row's term, so they act as one."""
-    weights = inputs.get("weights")
-    return inputs["advantages"] if weights is None else inputs["advantages"] * weights
-
-
-def _total(terms: Tensor) -> float:
+def total(terms: Tensor) -> float:
+    """The sum in float64: the order of many terms cannot show in float32."""
     return float(terms.sum(dtype=torch.float64))

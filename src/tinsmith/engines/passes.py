@@ -6,6 +6,7 @@ not on what else runs, and in float32 with one thread it repeats bit for bit. `P
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -13,10 +14,12 @@ from torch import Tensor
 
 from tinsmith.engines import batch
 from tinsmith.engines.batch import Example
+from tinsmith.engines.custom_loss import Evaluation
 from tinsmith.engines.embedding import infonce_pass
 from tinsmith.engines.lora import Adapter
-from tinsmith.engines.losses import Loss, LossTerm, cross_entropy, importance_sampling
+from tinsmith.engines.losses import Loss, LossTerm, cross_entropy
 from tinsmith.engines.network import Network, Passed, Work
+from tinsmith.engines.policy_losses import cispo, dro, gspo, importance_sampling, ppo
 from tinsmith.engines.preference import dpo_pass
 from tinsmith.protocol.loss_checks import Limits, not_finite, read_config
 from tinsmith.protocol.losses import LOSSES
@@ -34,12 +37,25 @@ def compute(
 
     `micro_batch_tokens`: the bound of a command that has none of its own. Raises ValidationFailed or InputTokensExceeded.
     """
-    examples = batch.read_examples(command, limits, PASSES)
+    examples, config, run = _prepared(command, limits)
     bound = micro_batch_tokens if command.micro_batch_tokens is None else command.micro_batch_tokens
     grad_P = torch.zeros(adapter.layout.size, device=network.device) if command.backward else None
     batches = batch.plan([len(example) for example in examples], bound)
-    passed = PASSES[command.loss_fn](network, adapter, Work(command.loss_fn, read_config(command), examples, batches, grad_P))
+    passed = run(network, adapter, Work(command.loss_fn, config, examples, batches, grad_P))
     return _output(command, examples, passed), grad_P
+
+
+def _prepared(command: Compute, limits: Limits) -> tuple[Sequence[Example], Mapping[str, float], Pass]:
+    """All that can be refused without the model."""
+    if command.custom_loss is None:
+        return batch.read_examples(command, limits, PASSES), read_config(command), PASSES[command.loss_fn]
+    examples = batch.read_custom_examples(command, command.custom_loss, limits)
+    return examples, {}, partial(_custom_pass, Evaluation.of(command.custom_loss, examples))
+
+
+def _custom_pass(evaluation: Evaluation, network: Network, adapter: Adapter, work: Work) -> Passed:
+    passed = pointwise_pass(evaluation.term, network, adapter, work)
+    return replace(passed, metrics=evaluation.metrics())
 
 
 def pointwise_pass(loss: Loss, network: Network, adapter: Adapter, work: Work) -> Passed:
@@ -66,6 +82,10 @@ def pointwise_pass(loss: Loss, network: Network, adapter: Adapter, work: Work) -
 PASSES: Mapping[str, Pass] = {
     "cross_entropy": partial(pointwise_pass, cross_entropy),
     "importance_sampling": partial(pointwise_pass, importance_sampling),
+    "ppo": partial(pointwise_pass, ppo),
+    "cispo": partial(pointwise_pass, cispo),
+    "dro": partial(pointwise_pass, dro),
+    "gspo": partial(pointwise_pass, gspo),
     "dpo": dpo_pass,
     "infonce": infonce_pass,
 }
@@ -76,7 +96,7 @@ def _output(command: Compute, examples: Sequence[Example], passed: Passed) -> Co
     if command.metrics_only:
         return ComputeOutput((), metrics | _measured(command, examples, passed))
     outputs = tuple(_to_wire(output) for output in passed.outputs)
-    if LOSSES[command.loss_fn].output == "embeddings":
+    if command.custom_loss is None and LOSSES[command.loss_fn].output == "embeddings":
         return ComputeOutput((), metrics, embeddings=outputs)
     return ComputeOutput(outputs, metrics)
 

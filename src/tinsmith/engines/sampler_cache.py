@@ -11,6 +11,8 @@ Shapes: N rows, H key-value heads, G query heads a key-value head, T keys, Q que
 """
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -24,24 +26,47 @@ KEY_MULTIPLE = 16
 _FIRST_KEYS = 256  # keys a row at the start; doubled when a sequence outgrows them
 
 
-class PromptCache:
-    """Keys and values of one prompt, filled chunk by chunk and copied into a row for each of its samples."""
+@dataclass(frozen=True, slots=True)
+class PromptChunk:
+    """Keys and values of consecutive tokens of a prompt, by layer, each [1, H, Q, D]. Never written to again, so prompts may share it."""
 
-    def __init__(self, num_tokens: int) -> None:
-        self._num_tokens = num_tokens
+    layers: Mapping[int, tuple[Tensor, Tensor]]
+    num_tokens: int
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(keys.nbytes + values.nbytes for keys, values in self.layers.values())
+
+
+class PromptCache:
+    """Keys and values of one prompt, filled chunk by chunk and copied into a row for each of its samples.
+
+    A chunk's attention reads one fresh tensor of everything so far, whose memory is laid out by the chunk's place alone: its keys are the
+    same bits in prompts of any length, and whether the chunks before it were computed or shared.
+    """
+
+    def __init__(self) -> None:
+        self.chunks: list[PromptChunk] = []
         self.filled = 0
-        self.layers: dict[int, tuple[Tensor, Tensor]] = {}  # each [1, H, num_tokens, D]
+        self._open: dict[int, tuple[Tensor, Tensor]] = {}  # of the chunk that passes through the model now
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Append a chunk [1, H, Q, D] of one layer; answers all keys and values so far."""
-        if layer not in self.layers:
-            shape = (1, keys.shape[1], self._num_tokens, keys.shape[3])
-            self.layers[layer] = (keys.new_empty(shape), values.new_empty((*shape[:3], values.shape[3])))
-        end = self.filled + keys.shape[2]
-        held_keys, held_values = self.layers[layer]
-        held_keys[:, :, self.filled : end] = keys
-        held_values[:, :, self.filled : end] = values
-        return held_keys[:, :, :end], held_values[:, :, :end]
+        self._open[layer] = keys.contiguous(), values.contiguous()
+        held = [*(chunk.layers[layer] for chunk in self.chunks), self._open[layer]]
+        return torch.cat([pair[0] for pair in held], dim=2), torch.cat([pair[1] for pair in held], dim=2)
+
+    def end_chunk(self, num_tokens: int) -> PromptChunk:
+        """The chunk of `num_tokens` that has passed through every layer."""
+        chunk = PromptChunk(self._open, num_tokens)
+        self._open = {}
+        self.append(chunk)
+        return chunk
+
+    def append(self, chunk: PromptChunk) -> None:
+        """A chunk that was computed for a prompt that begins alike."""
+        self.chunks.append(chunk)
+        self.filled += chunk.num_tokens
 
     def mask(self, num_queries: int, device: torch.device) -> Tensor | None:
         """Who sees whom when the next chunk is appended: [1, 1, Q, T], True = seen; None for the plain causal first chunk."""
@@ -78,10 +103,14 @@ class RowCache:
     def place(self, prompt: PromptCache) -> None:
         """Copy a prefilled prompt into a new last row."""
         row = self.num_rows
-        self._reserve(prompt.filled + 1, prompt.layers)
-        for layer, (keys, values) in prompt.layers.items():
-            self._layers[layer][0][row, :, : prompt.filled] = keys[0]
-            self._layers[layer][1][row, :, : prompt.filled] = values[0]
+        self._reserve(prompt.filled + 1, prompt.chunks[0].layers)
+        start = 0
+        for chunk in prompt.chunks:
+            end = start + chunk.num_tokens
+            for layer, (keys, values) in chunk.layers.items():
+                self._layers[layer][0][row, :, start:end] = keys[0]
+                self._layers[layer][1][row, :, start:end] = values[0]
+            start = end
         self._lengths.append(prompt.filled)
 
     def remove(self, row: int, *, wipe: bool = False) -> None:
@@ -124,7 +153,7 @@ class RowCache:
     def get_seq_length(self, layer: int = 0) -> int:
         return max(self._lengths, default=0)
 
-    def _reserve(self, num_keys: int, like: dict[int, tuple[Tensor, Tensor]]) -> None:
+    def _reserve(self, num_keys: int, like: Mapping[int, tuple[Tensor, Tensor]]) -> None:
         """Let every row hold `num_keys`."""
         if num_keys <= self._num_keys:
             return

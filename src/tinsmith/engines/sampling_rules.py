@@ -8,15 +8,19 @@ Shapes: V vocabulary (real ids; the padding of the embedding can never be drawn)
 """
 
 import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from tinsmith.protocol.sampling import SamplingParams
+from tinsmith.engines.penalties import adjustments
+from tinsmith.protocol.sampling import SamplingParams, TopRow
 
 LogprobMode = Literal["tempered", "raw"]
+NOTHING_DRAWN: Mapping[int, int] = MappingProxyType({})
 _TOP_P_GUESS = 256  # nuclei are small: a full sort of the vocabulary is ten times dearer than this many largest
 
 
@@ -26,34 +30,94 @@ class NonFiniteLogits(ArithmeticError):
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """A token and its log-probability."""
+    """A token and its log-probability. `best`: the largest of the same distribution, best first, fewer where it has fewer tokens."""
 
     token: int
     logprob: float
+    best: TopRow | None = None
 
 
 def uniform(seed: int, sample_index: int, position: int) -> float:
     """A number in [0, 1) with 53 random bits, a function of its arguments alone. `position` counts sampled tokens from 0."""
-    digest = hashlib.blake2b(f"{seed}:{sample_index}:{position}".encode(), digest_size=8).digest()
+    return _uniform(f"{seed}:{sample_index}:{position}")
+
+
+def alternative_uniform(seed: int, position: int, index: int) -> float:
+    """As `uniform`, for the alternatives to a token of the prompt; never the number of a sampled token."""
+    return _uniform(f"{seed}:prompt:{position}:{index}")
+
+
+def _uniform(key: str) -> float:
+    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
-def draw(logits: Tensor, vocab_size: int, params: SamplingParams, u: float, mode: LogprobMode) -> Draw:
-    """Draw one token from `logits` [V or wider], with the uniform number `u`.
+def draw(
+    logits: Tensor,
+    vocab_size: int,
+    params: SamplingParams,
+    u: float,
+    mode: LogprobMode,
+    *,
+    counts: Mapping[int, int] = NOTHING_DRAWN,
+    num_best: int = 0,
+) -> Draw:
+    """Draw one token from `logits` [V or wider], with the uniform number `u`. `counts`: of the tokens that the sequence holds.
 
-    The log-probability is that of the distribution really drawn from (temperature, then top-k, then top-p, renormalised); with mode
-    "raw", and for greedy always, that of the model at temperature 1 over the full vocabulary. Raises NonFiniteLogits.
+    The log-probability is that of the distribution really drawn from (penalties and biases, temperature, then top-k, then top-p,
+    renormalised); with mode "raw", and for greedy always, that of the model at temperature 1 over the full vocabulary. So are those of
+    `best`, which is None for `num_best` 0. Raises NonFiniteLogits.
     """
     logits = logits.float()
+    log_norm = _log_norm(logits)
+    real = logits[:vocab_size]
+    weighed = _adjusted(real, params, counts)
+    if params.temperature > 0:
+        ids, logprobs = candidates(weighed, params)
+        [(token, logprob)] = _invert(ids, logprobs, [u])
+        if mode == "tempered":
+            return Draw(token, logprob, best_of(ids, logprobs, num_best) if num_best > 0 else None)
+    else:
+        token = int(weighed.argmax())
+    return Draw(token, float(real[token]) - log_norm, best_of(None, real.double() - log_norm, num_best) if num_best > 0 else None)
+
+
+def draw_alternatives(logits: Tensor, vocab_size: int, params: SamplingParams, us: Sequence[float], mode: LogprobMode) -> list[Draw]:
+    """One draw for each of the uniform numbers, with replacement, from the model's distribution at the request's temperature alone: its
+    filters, penalties and biases shape what is sampled and not these. Log-probabilities as in `draw`. Raises NonFiniteLogits."""
+    plain = SamplingParams(seed=params.seed, temperature=params.temperature)
+    if params.temperature == 0:
+        return [draw(logits, vocab_size, plain, 0.0, mode)] * len(us)
+    logits = logits.float()
+    log_norm = _log_norm(logits)
+    drawn = _invert(*candidates(logits[:vocab_size], plain), us)
+    return [Draw(token, logprob if mode == "tempered" else float(logits[token]) - log_norm) for token, logprob in drawn]
+
+
+def best_of(ids: Tensor | None, logprobs: Tensor, k: int) -> TopRow:
+    """The k largest, best first, of equal ones the lower ids first; tokens without mass are left out."""
+    places = _largest(logprobs, min(k, len(logprobs)))
+    values, order = torch.sort(logprobs[places], descending=True, stable=True)
+    places = places[order]
+    tokens = places if ids is None else ids[places]
+    return [(token, value) for token, value in zip(tokens.tolist(), values.tolist(), strict=True) if value > float("-inf")]
+
+
+def _log_norm(logits: Tensor) -> float:
     log_norm = float(torch.logsumexp(logits, 0))
     if not abs(log_norm) < float("inf"):
         raise NonFiniteLogits("the logits are not finite")
-    real = logits[:vocab_size]
-    if params.temperature == 0:
-        token = int(real.argmax())
-        return Draw(token, float(real[token]) - log_norm)
-    token, logprob = _invert(*candidates(real, params), u)
-    return Draw(token, logprob if mode == "tempered" else float(real[token]) - log_norm)
+    return log_norm
+
+
+def _adjusted(real: Tensor, params: SamplingParams, counts: Mapping[int, int]) -> Tensor:
+    """Logits [V] with the request's biases and penalties; the tensor itself where there are none."""
+    added = adjustments(params, counts)
+    if not added:
+        return real
+    changed = real.clone()
+    changed[list(added)] += real.new_tensor(list(added.values()))
+    return changed
 
 
 def candidates(logits: Tensor, params: SamplingParams) -> tuple[Tensor | None, Tensor]:
@@ -95,9 +159,10 @@ def _nucleus(logprobs: Tensor, p: float) -> Tensor:
     return _largest(logprobs, min(num_below + 1, len(logprobs)))
 
 
-def _invert(ids: Tensor | None, logprobs: Tensor, u: float) -> tuple[int, float]:
+def _invert(ids: Tensor | None, logprobs: Tensor, us: Sequence[float]) -> list[tuple[int, float]]:
     cumulative = logprobs.exp().cumsum(0)
-    at = int(torch.searchsorted(cumulative, cumulative[-1:] * u, right=True)[0])
-    if at >= len(cumulative):  # rounding at u close to 1: the last token that has any mass
-        at = int((logprobs > float("-inf")).nonzero()[-1, 0])
-    return at if ids is None else int(ids[at]), float(logprobs[at])
+    places = torch.searchsorted(cumulative, cumulative[-1:] * cumulative.new_tensor(us), right=True)
+    if int(places.max()) >= len(cumulative):  # rounding at u close to 1: the last token that has any mass
+        places = places.clamp(max=int((logprobs > float("-inf")).nonzero()[-1, 0]))
+    tokens = places if ids is None else ids[places]
+    return list(zip(tokens.tolist(), logprobs[places].tolist(), strict=True))

@@ -14,16 +14,24 @@ from fastapi import Depends, Request
 
 from tinsmith import telemetry
 from tinsmith.config import ServerConfig
+from tinsmith.gateway.auth import Authenticator, Caller, OpenMode
+from tinsmith.gateway.keys import KeyAuthenticator
 from tinsmith.gateway.rendering import Renderers
 from tinsmith.gateway.streams import Streams
+from tinsmith.gateway.tokens import PURPOSE, Tokens
+from tinsmith.lifecycle.checkpoints import Checkpoints
 from tinsmith.protocol import ids
-from tinsmith.protocol.errors import NotFound
+from tinsmith.protocol.errors import NotFound, Unauthenticated
 from tinsmith.protocol.ids import RequestId, WorkKind
 from tinsmith.protocol.sessions import BaseModelInfo, CheckpointRecord
 from tinsmith.queue.limits import Budgets
 from tinsmith.state.catalog import Catalog
 from tinsmith.state.events import EventReader
+from tinsmith.state.key_file import keyring_of
+from tinsmith.state.keyring import Keyring
 from tinsmith.state.lanes import Lanes
+from tinsmith.state.publications import Publications
+from tinsmith.state.signing_keys import SigningKeys
 from tinsmith.state.store import Store, StoreInfo
 
 IDENTITY_AGE_S = 1.0  # a store that was emptied is noticed within this time, at one small read a second
@@ -108,12 +116,25 @@ class Services:
     catalog: Catalog = field(init=False)
     identity: Identity = field(init=False)
     budgets: Budgets = field(init=False)
+    artifacts: Checkpoints = field(init=False)
+    publications: Publications = field(init=False)
     polls: LongPolls = field(init=False, default_factory=LongPolls)
+    keyring: Keyring = field(init=False)
+    tokens: Tokens | None = field(init=False)
+    authenticator: Authenticator = field(init=False)
 
     def __post_init__(self) -> None:
+        auth = self.config.auth
+        object.__setattr__(self, "keyring", keyring_of(auth, self.store))
+        tokens = Tokens(SigningKeys(self.store, PURPOSE), auth.jwt_life_s) if auth.has_tokens else None
+        object.__setattr__(self, "tokens", tokens)
+        with_keys = KeyAuthenticator(self.keyring, tokens)
+        object.__setattr__(self, "authenticator", OpenMode(self.config.gateway) if auth.mode == "open" else with_keys)
         object.__setattr__(self, "catalog", Catalog(self.store))
         object.__setattr__(self, "identity", Identity(self.store))
         object.__setattr__(self, "budgets", Budgets(self.store, self.config.limits))
+        object.__setattr__(self, "artifacts", Checkpoints.open(self.config.checkpoints))
+        object.__setattr__(self, "publications", Publications(self.store))
 
     def base_model(self, name: str) -> BaseModelInfo:
         """Raises NotFound naming what is served."""
@@ -123,12 +144,42 @@ class Services:
         return info
 
     async def checkpoint(self, tenant: str, path: str, *, field: str) -> CheckpointRecord:
-        """The checkpoint of that path, unless it has expired. `field`: as in `Catalog.checkpoint`. Raises ValidationFailed (malformed),
-        NotFound."""
+        """The checkpoint of that path, the tenant's own or one that its owner has published, unless it has expired. `field`: as in
+        `Catalog.checkpoint`. Raises ValidationFailed (malformed), NotFound."""
+        try:
+            return await self.own_checkpoint(tenant, path, field=field)
+        except NotFound:
+            published = await self._published(path)
+            if published is None:
+                raise
+            return published
+
+    async def own_checkpoint(self, tenant: str, path: str, *, field: str) -> CheckpointRecord:
+        """As `checkpoint`, of the tenant's own alone."""
         record = await self.catalog.checkpoint(tenant, path, field=field)
-        if record.expires_ms is not None and record.expires_ms <= await self.store.now_ms():
+        if not await self._is_kept(record):
             raise NotFound(f"checkpoint {path!r} has expired; load another, and save with a longer time to live")
         return record
+
+    async def _published(self, path: str) -> CheckpointRecord | None:
+        publication = await self.publications.find(path)
+        if publication is None:
+            return None
+        try:
+            record = await self.catalog.checkpoint(publication.tenant, path)
+        except NotFound:
+            return None
+        return record if publication.covers(record) and await self._is_kept(record) else None
+
+    async def _is_kept(self, record: CheckpointRecord) -> bool:
+        return record.expires_ms is None or record.expires_ms > await self.store.now_ms()
+
+    async def tenant_of_key(self, text: str) -> str | None:
+        """Whose API key (or token) this is; None for one that would be refused. Raises StateContention while the store is away."""
+        try:
+            return (await self.authenticator.caller_of(text)).tenant
+        except Unauthenticated:
+            return None
 
     async def request_id(self, work: WorkKind, tenant: str, lane: str, seq: int | str) -> str:
         info = await self.identity.current()
@@ -160,5 +211,11 @@ def _tenant(request: Request) -> str:
     return tenant
 
 
+def _caller(request: Request) -> Caller:
+    caller: Caller = request.state.caller
+    return caller
+
+
 ServicesDep = Annotated[Services, Depends(_services)]
 TenantDep = Annotated[str, Depends(_tenant)]
+CallerDep = Annotated[Caller, Depends(_caller)]

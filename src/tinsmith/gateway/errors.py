@@ -2,7 +2,8 @@
 
 The path decides the protocol. On the Tinker wire a body is `{"detail": <one line>, "reason": <reason code>, "category": ...}`; it is
 never empty, since clients take an empty 400 for a proxy's fault, and it has no key `error`: that marks a failed future. On the native
-protocol a body is an `ErrorPayload`, its fields at the top level, with the id of the HTTP request. No answer holds a traceback.
+protocol a body is an `ErrorPayload`, its fields at the top level, with the id of the HTTP request. Under /v1 it has the form of OpenAI's
+API. No answer holds a traceback.
 """
 
 import asyncio
@@ -16,6 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Scope
 
+from tinsmith.gateway.openai.errors import answer_of, is_openai, status_of
 from tinsmith.gateway.request_ids import HEADER, request_id_of
 from tinsmith.protocol import native
 from tinsmith.protocol.envelopes import ErrorPayload
@@ -66,10 +68,19 @@ def payload_response(error: TinsmithError, request_id: str, status: int | None =
     return JSONResponse(payload.model_dump(mode="json"), status_code=error_code, headers=_retry_after(error, error_code))
 
 
+def openai_response(error: TinsmithError, status: int | None = None) -> JSONResponse:
+    """Under /v1. `status`: where it is not the reason's own."""
+    error_code = status_of(error) if status is None else status
+    content = answer_of(error, status).model_dump(mode="json")
+    return JSONResponse(content, status_code=error_code, headers=_retry_after(error, error_code))
+
+
 def answer(scope: Scope, error: TinsmithError, status: int | None = None) -> JSONResponse:
     """In the protocol that the path belongs to. `status`: where it is not the reason's own."""
     if is_native(scope["path"]):
         return payload_response(error, request_id_of(scope), status)
+    if is_openai(scope["path"]):
+        return openai_response(error, status)
     return error_response(error, status)
 
 

@@ -4,7 +4,7 @@ A function of the command and the facts of its base model. An engine checks agai
 costs its caller no turn in a queue.
 """
 
-from tinsmith.protocol import loss_checks
+from tinsmith.protocol import loss_checks, sample_checks
 from tinsmith.protocol.loss_checks import TINKER_NAMES, FieldNames, Limits
 from tinsmith.protocol.sampling import Sample
 from tinsmith.protocol.sessions import BaseModelInfo
@@ -17,11 +17,8 @@ def check_compute(command: Compute, base: BaseModelInfo, names: FieldNames = TIN
 
 
 def check_sample(sample: Sample, base: BaseModelInfo) -> None:
-    """Raises ValidationFailed or InputTokensExceeded, naming the field and the remedy.
-
-    max_tokens may be more than the context has room for: the sample then ends where the context does.
-    """
-    loss_checks.check_input(sample.prompt, "prompt", _limits(base))
+    """Raises ValidationFailed or InputTokensExceeded, naming the field and the remedy."""
+    sample_checks.check_sample(sample, _limits(base))
 
 
 def _limits(base: BaseModelInfo) -> Limits:

@@ -5,11 +5,12 @@ repeat of a submit, also a concurrent one, answers the first request id.
 """
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tinsmith import telemetry
 from tinsmith.gateway.bodies import off_loop
 from tinsmith.gateway.deps import Services
+from tinsmith.gateway.storage import check_save
 from tinsmith.protocol import ids, wire
 from tinsmith.protocol.errors import NotFound, QuotaExceeded, RequestRejected, UserError, ValidationFailed
 from tinsmith.protocol.futures import Write
@@ -18,6 +19,7 @@ from tinsmith.protocol.sampling import Sample
 from tinsmith.protocol.sessions import ModelRecord, SamplerRecord
 from tinsmith.protocol.training import Compute, CreateModel, Kind, LoadWeights, TrainingCommand, TrainStep
 from tinsmith.protocol.wire_bounds import MAX_SEQ, Head
+from tinsmith.state.audit import AuditEntry, AuditEvent, audit_writes
 from tinsmith.state.catalog import Pin, model_write, pin_write
 from tinsmith.state.lanes import PoolSubmission, Submission, Submitted
 from tinsmith.state.quotas import MODEL_LEASE_MS, model_quota
@@ -49,7 +51,8 @@ async def turn_of(services: Services, tenant: str, head: Head) -> Turn:
 
 
 async def queue(services: Services, turn: Turn, command: TrainingCommand, writes: tuple[Write, ...] = ()) -> Submitted:
-    """Raises what `Lanes.submit` raises, and RateLimited; nothing is written then."""
+    """Raises what `Lanes.submit` raises, RateLimited, and QuotaExceeded for a save; nothing is written then."""
+    await check_save(services, turn.model.tenant, turn.rid, command)
     tokens = command.num_tokens if isinstance(command, Compute | TrainStep) else BARRIER_TOKENS
     body, digest = await off_loop(lambda: _encoded(command), is_large=is_long(command))
     await services.budgets.admit(turn.model.tenant, tokens)
@@ -71,7 +74,8 @@ async def submit_creation(services: Services, rid: str, model: ModelRecord, comm
     """
     await _reserve(services, model)
     try:
-        submitted = await queue(services, Turn(model, 0, rid), command, writes=(model_write(model),))
+        writes = (model_write(model), *audit_writes(_creation_of(model)))
+        submitted = await queue(services, Turn(model, 0, rid), command, writes=writes)
     except UserError:
         # After a fault of the store nobody knows whether the model exists: its unit then runs out by itself.
         await _give_back(services, model)
@@ -81,11 +85,21 @@ async def submit_creation(services: Services, rid: str, model: ModelRecord, comm
 
 
 async def submit_sample(
-    services: Services, sampler: SamplerRecord, seq_id: int, rid: str, sample: Sample, *, room: int, reply_to: str = ""
+    services: Services,
+    sampler: SamplerRecord,
+    seq_id: int,
+    rid: str,
+    sample: Sample,
+    *,
+    room: int,
+    reply_to: str = "",
+    feed: str = "",
+    max_waiting: int | None = None,
 ) -> Submitted:
-    """Queue a sample in the pool of its base model. `room`: tokens that the context has left for each of its sequences. `reply_to`: as in
-    `PoolSubmission`."""
+    """Queue a sample in the pool of its base model. `room`: tokens that the context has left for each of its sequences. `reply_to`, `feed`,
+    `max_waiting`: as in `PoolSubmission`."""
     body = wire.encode_command(sample)
+    told_apart_by = body if sample.adapter == sampler.artifact else _as_first_saved(sampler, sample)
     max_tokens = room if sample.params.max_tokens is None else min(sample.params.max_tokens, room)
     tokens = len(sample.prompt) + sample.num_samples * max_tokens
     await services.budgets.admit(sampler.tenant, tokens)
@@ -96,11 +110,13 @@ async def submit_sample(
             base=sampler.base_model,
             key=f"{sampler.sampler_id}/{seq_id}",
             rid=rid,
-            digest=wire.digest_of(Kind.SAMPLE, body),
+            digest=wire.digest_of(Kind.SAMPLE, told_apart_by),
             body=body,
             tokens=tokens,
             trace=telemetry.current_trace(),
             reply_to=reply_to,
+            feed=feed,
+            max_waiting=max_waiting,
         )
     )
 
@@ -133,6 +149,11 @@ def derived_seed(rid: str) -> int:
     return int.from_bytes(hashlib.sha256(rid.encode()).digest()[:4], "big") & _MAX_DRAWN_SEED
 
 
+def _creation_of(model: ModelRecord) -> AuditEntry:
+    details = {"session_id": model.session_id, "base_model": model.base_model}
+    return AuditEntry(tenant=model.tenant, at_ms=model.created_ms, event=AuditEvent.MODEL_CREATE, subject=model.model_id, details=details)
+
+
 async def _reserve(services: Services, model: ModelRecord) -> None:
     """One unit of the tenant's quota for a model that is new. Raises QuotaExceeded."""
     if await _exists(services, model):
@@ -149,11 +170,19 @@ async def _give_back(services: Services, model: ModelRecord) -> None:
 
 
 async def _exists(services: Services, model: ModelRecord) -> bool:
+    """Raises RequestRejected where a copy has the number."""
     try:
-        await services.catalog.model(model.tenant, model.model_id)
+        held = await services.catalog.model(model.tenant, model.model_id)
     except NotFound:
         return False
+    if held.copied_from is not None:
+        raise RequestRejected(f"model_seq_id: {model.model_id} holds a copy of {held.copied_from}, which is not trained; count on")
     return True
+
+
+def _as_first_saved(sampler: SamplerRecord, sample: Sample) -> bytes:
+    """What tells a sample of an inflight sampler from another: a repeat is the same one, whatever was saved meanwhile."""
+    return wire.encode_command(replace(sample, adapter=sampler.artifact))
 
 
 def _pins(turn: Turn, command: TrainingCommand) -> tuple[Write, ...]:

@@ -10,9 +10,12 @@ from collections.abc import Collection, Sequence
 
 from tinsmith.gateway.deps import Services
 from tinsmith.protocol.envelopes import QueueState
+from tinsmith.protocol.errors import NotFound
 from tinsmith.protocol.futures import FutureRecord
+from tinsmith.protocol.sessions import SamplerRecord
 from tinsmith.protocol.training import Kind
 from tinsmith.state.events import Waiter
+from tinsmith.state.feeds import FeedPage
 from tinsmith.state.lanes import SETTLED
 
 _NO_SLOT = "the model waits for a trainer with a free slot"
@@ -37,6 +40,25 @@ async def any_settled(services: Services, tenant: str, rids: Sequence[str], wind
                 break
             records = {rid: await services.lanes.look(tenant, rid) for rid in records}
         return [records[rid] for rid in rids]
+
+
+async def told(services: Services, sampler: SamplerRecord, feed: str, after: int, max_events: int, window_s: float) -> FeedPage:
+    """The next page of the feed of one of the sampler's clients, as soon as it is not empty, the window ends or this gateway does.
+
+    Raises NotFound where the session is gone, and where it has ended and told everything: whoever still waits then waits in vain.
+    """
+    deadline = asyncio.get_running_loop().time() + window_s
+    with services.events.register(SETTLED, feed) as waiter, services.polls.hold(waiter):
+        while True:
+            session = await services.catalog.session(sampler.tenant, sampler.session_id)  # before the feed: an end settles, then marks
+            page = await services.lanes.completions(sampler.tenant, feed, after, max_events)
+            rest_s = deadline - asyncio.get_running_loop().time()
+            if page.completions or rest_s <= 0 or services.polls.are_ending:
+                return page
+            if session.ended_ms is not None:
+                raise NotFound(f"session {session.session_id} has ended ({session.end_reason}); create a new one")
+            if not await waiter.wait(rest_s):
+                return page
 
 
 async def queue_state(services: Services, record: FutureRecord) -> tuple[QueueState, str | None]:

@@ -1,8 +1,9 @@
 """The sweep of artifacts: which of those on disk somebody may still want, and the end of the others.
 
 Wanted is what a checkpoint's record names until it expires, a sampler's record while its session lives, the snapshot of an open lane, and
-what a load that a replay may run again has pinned. The rest is left over: what a fenced owner wrote, a snapshot that was not committed or
-whose lane is closed, a checkpoint that was overwritten, the ephemeral save of a session that has ended.
+what a load that a replay may run again has pinned; and for inflight samplers the newest save of their model, with those that it replaced
+for as long as a sample that was queued with one may wait. The rest is left over: what a fenced owner wrote, a snapshot that was not
+committed or whose lane is closed, a checkpoint that was overwritten, the ephemeral save of a session that has ended.
 
 Two rules keep what is on its way to a name. An artifact is young for `min_age_s`, which covers the time from its writing to its settle. And
 it goes only if two passes in a row found no name for it, since a name may travel: a gateway that has read a checkpoint's record is about
@@ -18,8 +19,9 @@ from collections.abc import Collection, Iterable, Mapping
 
 from tinsmith.lifecycle.checkpoints import Checkpoints, model_folder
 from tinsmith.lifecycle.sessions import LEADER
-from tinsmith.protocol.sessions import ModelRecord
+from tinsmith.protocol.sessions import InflightTarget, ModelRecord, SamplerRecord
 from tinsmith.state.catalog import Catalog
+from tinsmith.state.inflight import InflightTargets
 from tinsmith.state.lanes import LaneInfo, Lanes
 from tinsmith.state.store import Store
 
@@ -41,6 +43,7 @@ class ArtifactSweep:
     def __init__(self, store: Store, lanes: Lanes, checkpoints: Checkpoints, *, holder: str, lease_ms: int, min_age_s: float) -> None:
         self._store = store
         self._catalog = Catalog(store)
+        self._inflight = InflightTargets(store)
         self._lanes = lanes
         self._checkpoints = checkpoints
         self._holder = holder
@@ -87,7 +90,23 @@ class ArtifactSweep:
         samplers = [record for record in await self._catalog.samplers(tenant) if record.session_id not in ended]
         checkpoints = await self._catalog.checkpoints(tenant)
         kept = {record.artifact for record in checkpoints if record.expires_ms is None or record.expires_ms > now_ms}
-        return kept | {record.artifact for record in samplers if record.artifact is not None}
+        frozen = {record.artifact for record in samplers if record.artifact is not None and record.inflight is None}
+        return kept | frozen | await self._shared(samplers) | await self._replaced(tenant, now_ms)
+
+    async def _shared(self, samplers: Iterable[SamplerRecord]) -> set[str]:
+        """What inflight samplers sample from."""
+        newest: dict[str, InflightTarget] = {}
+        for own in (record.inflight for record in samplers if record.inflight is not None):
+            if own.model_id not in newest or newest[own.model_id].seq < own.seq:
+                newest[own.model_id] = own
+        return {(await self._inflight.current(own)).artifact for own in newest.values()}
+
+    async def _replaced(self, tenant: str, now_ms: int) -> set[str]:
+        """What they have sampled from, not long ago."""
+        replaced = await self._inflight.replaced(tenant)
+        old = {artifact for artifact, replaced_ms in replaced.items() if replaced_ms < now_ms - 1000 * self._min_age_s}
+        await self._inflight.forget_replaced(tenant, old)
+        return replaced.keys() - old
 
     def _delete(self, artifacts: Collection[str]) -> int:
         """Answers how many went. One that cannot be deleted keeps no other."""

@@ -13,6 +13,11 @@ from tinsmith.lifecycle.checkpoints import Checkpoints, folder_of, model_folder
 from tinsmith.lifecycle.sessions import LEADER
 from tinsmith.protocol.sessions import CheckpointRecord, ModelRecord, SamplerRecord, SessionRecord
 from tinsmith.state.catalog import Catalog
+from tinsmith.state.custom_losses import CustomLosses
+from tinsmith.state.inflight import InflightTargets
+from tinsmith.state.publications import Publications
+from tinsmith.state.refusals import Refusals
+from tinsmith.state.sampler_clients import SamplerClients
 from tinsmith.state.store import Store
 
 KEPT_MS = 24 * 3600 * 1000  # after the end of the session, as long as its requests' records
@@ -33,6 +38,7 @@ class CatalogSweep:
     def __init__(self, store: Store, checkpoints: Checkpoints, *, holder: str, lease_ms: int) -> None:
         self._store = store
         self._catalog = Catalog(store)
+        self._publications = Publications(store)
         self._checkpoints = checkpoints
         self._holder = holder
         self._lease_ms = lease_ms
@@ -48,6 +54,9 @@ class CatalogSweep:
             sessions = await self._catalog.sessions(tenant)
             old = [record for record in sessions if record.ended_ms is not None and record.ended_ms <= now_ms - KEPT_MS]
             if old:
+                ended = {record.session_id for record in old}
+                await CustomLosses(self._store).forget(tenant, ended)
+                await Refusals(self._store).forget(tenant, ended)
                 num_forgotten += await self._forget(tenant, old, now_ms)
         return num_forgotten
 
@@ -58,20 +67,30 @@ class CatalogSweep:
         for session in sessions:
             kept = [model for model in shelf.models[session.session_id] if not await self._forget_model(model, shelf, on_disk, now_ms)]
             for sampler in shelf.samplers[session.session_id]:
-                await self._catalog.forget_sampler(sampler)
+                await self._forget_sampler(sampler)
             if not kept:
                 await self._catalog.forget_session(session)
                 num_forgotten += 1
         return num_forgotten
 
+    async def _forget_sampler(self, sampler: SamplerRecord) -> None:
+        await SamplerClients(self._store).forget(sampler.tenant, sampler.sampler_id)
+        if sampler.inflight is not None:
+            await InflightTargets(self._store).forget(sampler.inflight)
+        await self._catalog.forget_sampler(sampler)
+
     async def _forget_model(self, model: ModelRecord, shelf: _Shelf, on_disk: set[str], now_ms: int) -> bool:
-        """False where somebody may still want the run."""
-        named = shelf.checkpoints[model.model_id]
-        is_wanted = any(record.expires_ms is None or record.expires_ms > now_ms for record in named)
-        if is_wanted or model.ended_ms is None or model_folder(model.tenant, model.model_id) in on_disk:
+        """False where somebody may still want the run. Its expired checkpoints go in any case: since the run has ended, no other can have
+        taken their names."""
+        if model.ended_ms is None:
             return False
-        for record in named:
+        named = shelf.checkpoints[model.model_id]
+        expired = [record for record in named if record.expires_ms is not None and record.expires_ms <= now_ms]
+        for record in expired:
+            await self._publications.unpublish(record)
             await self._catalog.forget_checkpoint(record)
+        if len(expired) < len(named) or model_folder(model.tenant, model.model_id) in on_disk:
+            return False
         await self._catalog.forget_model(model)
         return True
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from tinsmith.protocol.errors import Category, NotFound, ReasonCode, StateContention
 from tinsmith.protocol.futures import Failure, Write
 from tinsmith.protocol.sessions import CheckpointKind, CheckpointRecord, ModelRecord, SessionRecord
+from tinsmith.state.audit import AuditEntry, AuditEvent, note
 from tinsmith.state.catalog import Catalog, checkpoint_write, ended_model_writes
 from tinsmith.state.lanes import LaneInfo, Lanes, Swept
 from tinsmith.state.quotas import MODEL_LEASE_MS, model_quota
@@ -32,8 +33,16 @@ async def end_session(catalog: Catalog, lanes: Lanes, tenant: str, session_id: s
     # Before the mark: whoever comes after the mark finds the models that are still open by it, but no sample.
     await lanes.close_session(tenant, session_id, session_ended(ending))
     record = await catalog.end_session(tenant, session_id, reason=reason, now_ms=now_ms)
+    await note(catalog.store, _end_of(record, now_ms))
     await _close_models(catalog, lanes, record, now_ms=now_ms)
     return record
+
+
+def _end_of(record: SessionRecord, now_ms: int) -> AuditEntry:
+    """The same for each that ends the session: the first one's moment and reason."""
+    at_ms = now_ms if record.ended_ms is None else record.ended_ms
+    details = {} if record.end_reason is None else {"reason": record.end_reason}
+    return AuditEntry(tenant=record.tenant, at_ms=at_ms, event=AuditEvent.SESSION_END, subject=record.session_id, details=details)
 
 
 async def close_model(catalog: Catalog, lanes: Lanes, model: ModelRecord, failure: Failure, *, now_ms: int) -> None:

@@ -13,12 +13,13 @@ TRAINING = frozenset(kind for kind in Kind if kind is not Kind.SAMPLE)
 
 @dataclass(frozen=True, slots=True)
 class TrainingCapability:
-    """`fields`: the ENGINE fields of requests that it reads. `optimizers`: types."""
+    """`fields`: the ENGINE fields of requests that it reads. `optimizers`: types. `has_custom_losses`: it runs graphs that callers sent."""
 
     operations: frozenset[Kind]
     losses: frozenset[str]
     optimizers: frozenset[str]
     fields: frozenset[str]
+    has_custom_losses: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +30,19 @@ class SamplingCapability:
     fields: frozenset[str]
 
 
+_POINTWISE = frozenset({"cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo"})
+
 TRAINING_ENGINES: Mapping[str, TrainingCapability] = {
     "peft": TrainingCapability(
         operations=TRAINING,
-        losses=frozenset({"cross_entropy", "importance_sampling", "dpo", "infonce"}),
+        losses=_POINTWISE | {"dpo", "infonce"},
         optimizers=frozenset({"adamw", "sgd"}),
         fields=frozenset({"micro_batch_tokens"}),
+        has_custom_losses=True,
     ),
     "fake": TrainingCapability(
         operations=TRAINING,
-        losses=frozenset({"cross_entropy", "importance_sampling", "dpo"}),
+        losses=_POINTWISE | {"dpo"},
         optimizers=frozenset({"adamw", "sgd"}),
         fields=frozenset(),
     ),

@@ -90,18 +90,42 @@ class Write:
 
 
 @dataclass(frozen=True, slots=True)
+class Tally:
+    """An amount that an operation on a lane adds to a sum, once, however often the operation is repeated.
+
+    The sum lies under "<hour>/<id>" of the table "<table>/<day>", hour and day counted from 1970 UTC by the store's clock at the moment in
+    which the operation takes effect. The table itself lists its days.
+    """
+
+    table: str
+    id: str
+    amount: int
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """What a sample cost: tokens of its prompt, how many of them came from a cache, and tokens drawn over all its sequences."""
+
+    num_prompt: int
+    num_cached: int
+    num_drawn: int
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
     """What running one command came to. Exactly one of result and failure is set.
 
     is_tainted: the adapter may hold half an effect and must be rebuilt before the next command of its lane.
-    artifact: the durable artifact that a save made. writes: records that the settle makes visible.
+    artifact: the durable artifact that a save made. writes: records that the settle makes visible, and sums that it adds to.
+    sampled: of a completed sample.
     """
 
     result: bytes | None = None
     failure: Failure | None = None
     is_tainted: bool = False
     artifact: str | None = None
-    writes: tuple[Write, ...] = field(default=())
+    writes: tuple[Write | Tally, ...] = field(default=())
+    sampled: SampledTokens | None = None
 
     def __post_init__(self) -> None:
         if (self.result is None) == (self.failure is None):

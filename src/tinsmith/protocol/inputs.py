@@ -2,7 +2,20 @@
 
 from dataclasses import dataclass
 
+from tinsmith.protocol.errors import ValidationFailed
 from tinsmith.protocol.tensors import Tensor, int32_values
+
+# The chunks of the Tinker wire that are no text, and what a base model would need to read them.
+_NEEDS = {"image": "an image processor", "image_asset_pointer": "an image processor", "dmel": "an audio encoder"}
+
+
+def unreadable_chunk(field: str, kind: str | None) -> ValidationFailed:
+    """The refusal of a chunk that is no text; `kind` None: it says nothing of what it is."""
+    if kind in _NEEDS:
+        return ValidationFailed(
+            f"{field}: {kind} chunks need a base model with {_NEEDS[kind]}, and those served here read text alone; send encoded_text chunks"
+        )
+    return ValidationFailed(f"{field}: no chunk of a known type ({kind or 'none'}); send an encoded_text chunk with its tokens")
 
 
 @dataclass(frozen=True, slots=True)

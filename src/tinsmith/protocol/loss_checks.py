@@ -2,16 +2,19 @@
 before they compute.
 
 A function of the command, `protocol/losses.py` and two facts of the base model; bytes are looked at, never unpacked. What takes the numbers
-of a tensor (target ids, finiteness) is found by engines, which unpack them anyway: `check_ids` and `check_finite` have the words.
+of a tensor (target ids, finiteness, bounds) is found by engines, which unpack them anyway: `check_ids`, `check_finite`, `check_bounds` and
+`check_ratio_mask` have the words.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import isfinite, prod
 
+from tinsmith.protocol.custom_inputs import CUSTOM_SPEC, check_custom_inputs
 from tinsmith.protocol.errors import InputTokensExceeded, PayloadTooLarge, ValidationFailed
 from tinsmith.protocol.inputs import Datum, ModelInput
-from tinsmith.protocol.losses import LOSSES, LossInput, LossSpec
+from tinsmith.protocol.losses import LOSSES, RATIO_MASK, REFUSED_LOSSES, LossInput, LossSpec
 from tinsmith.protocol.tensors import MAX_COMMAND_ELEMENTS, DType, Tensor, int32_values
 from tinsmith.protocol.training import Compute
 
@@ -49,17 +52,23 @@ def check_compute(command: Compute, limits: Limits, offered: Iterable[str] = LOS
     Raises InputTokensExceeded for a datum longer than the context, PayloadTooLarge for more elements than a command may hold, else
     ValidationFailed; each names the field, what was expected and what came.
     """
-    spec = spec_of(command.loss_fn, offered, names)
-    read_config(command, names)
+    spec = CUSTOM_SPEC if command.custom_loss is not None else spec_of(command.loss_fn, offered, names)
+    if command.custom_loss is None:
+        read_config(command, names)
     _check_count(command, spec, names)
     _check_elements(command, names)
     for index, datum in enumerate(command.data):
         check_input(datum.model_input, names.tokens.format(index), limits)
-        _check_loss_inputs(datum, index, command.loss_fn, spec, names)
+        if command.custom_loss is None:
+            _check_loss_inputs(datum, index, command.loss_fn, spec, names)
+        else:
+            check_custom_inputs(datum, command.custom_loss, partial(names.input.format, index))
 
 
 def spec_of(loss_fn: str, offered: Iterable[str] = LOSSES, names: FieldNames = TINKER_NAMES) -> LossSpec:
-    """Raises ValidationFailed naming the losses that are offered."""
+    """Raises ValidationFailed naming the losses that are offered, or what to use in place of one that cannot be."""
+    if loss_fn in REFUSED_LOSSES:
+        raise ValidationFailed(f"{names.loss}: {loss_fn!r} {REFUSED_LOSSES[loss_fn]}")
     known = sorted(offered)
     if loss_fn not in known:
         raise ValidationFailed(f"{names.loss}: {loss_fn[:_QUOTED]!r} is not implemented; use one of {', '.join(known)}")
@@ -76,9 +85,11 @@ def read_config(command: Compute, names: FieldNames = TINKER_NAMES) -> dict[str,
             raise ValidationFailed(f"{names.config}: unknown key {key[:_QUOTED]!r}; {accepted}")
         if isinstance(value, bool | str) or not isfinite(value):
             raise ValidationFailed(f"{names.config}.{key}: {str(value)[:_QUOTED]!r} is no finite number; {accepted}")
-        if key in spec.positive and value <= 0:
-            raise ValidationFailed(f"{names.config}.{key}: must be above 0, got {value}; the default is {spec.config[key]}")
         values[key] = float(value)
+        bounds = spec.bounds.get(key)
+        if bounds is not None and values[key] not in bounds:
+            hint = f", {bounds.hint}" if bounds.hint else ""
+            raise ValidationFailed(f"{names.config}.{key}: must be {bounds}, got {value}; the default is {spec.config[key]}{hint}")
     return values
 
 
@@ -105,6 +116,20 @@ def check_finite(field: str, num_bad: int) -> None:
     """Raises ValidationFailed if there are elements of NaN or infinity."""
     if num_bad:
         raise ValidationFailed(f"{field}: {num_bad} elements are NaN or infinite; send finite numbers")
+
+
+def check_bounds(field: str, wanted: LossInput, lowest: float, highest: float) -> None:
+    """Raises ValidationFailed unless all elements between the two are what the input may hold."""
+    bounds = wanted.bounds
+    if bounds is not None and not (lowest in bounds and highest in bounds):
+        raise ValidationFailed(f"{field}: must be {bounds}, got {lowest:g} to {highest:g}; {bounds.hint}")
+
+
+def check_ratio_mask(index: int, *, has_members: bool, trains: bool) -> None:
+    """Raises ValidationFailed for a sequence without a row to take its ratio from, if a row of it would be trained with that ratio."""
+    if trains and not has_members:
+        field = TINKER_NAMES.input.format(index, RATIO_MASK)
+        raise ValidationFailed(f"{field}: is 0 everywhere and advantages are not; set the rows that were sampled to 1")
 
 
 def not_finite(index: int, loss_fn: str) -> ValidationFailed:

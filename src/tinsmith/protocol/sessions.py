@@ -42,7 +42,8 @@ class SessionRecord(Kept):
 
 
 class ModelRecord(Kept):
-    """A training run; its id is also the id of its lane. `optimizer` and `schedule`: of the steps that name none (native face)."""
+    """A training run; its id is also the id of its lane. `optimizer` and `schedule`: of the steps that name none (native face).
+    `copied_from`: the path of which this run holds a copy; such a run has no lane and is never trained."""
 
     tenant: str
     session_id: str
@@ -54,10 +55,22 @@ class ModelRecord(Kept):
     created_ms: int
     user_metadata: dict[str, str] | None = None
     ended_ms: int | None = None
+    copied_from: str | None = None
+
+
+class InflightTarget(Kept):
+    """The weights that all inflight samplers of a model share, as its save at `seq` left them. Of several, the highest seq counts."""
+
+    tenant: str
+    model_id: str
+    seq: int
+    artifact: str
+    created_ms: int
 
 
 class SamplerRecord(Kept):
-    """A sampling session: a base model, with the frozen artifact of an adapter or without."""
+    """A sampling session: a base model, with the artifact of an adapter or without. The artifact is frozen, unless `inflight` says that the
+    sampler follows a model's inflight saves, and which one made it."""
 
     tenant: str
     session_id: str
@@ -65,6 +78,7 @@ class SamplerRecord(Kept):
     base_model: str
     model_path: str | None = None
     artifact: str | None = None
+    inflight: InflightTarget | None = None
     created_ms: int
 
 
@@ -73,6 +87,7 @@ class CheckpointKind(StrEnum):
 
     TRAINING = "weights"
     SAMPLER = "sampler_weights"
+    EXTERNAL = "external_weights"
 
 
 class CheckpointRecord(Kept):

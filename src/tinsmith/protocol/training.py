@@ -11,6 +11,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from tinsmith.protocol.custom_losses import CustomLoss
 from tinsmith.protocol.inputs import Datum
 from tinsmith.protocol.tensors import Tensor
 
@@ -30,6 +31,7 @@ class Kind(StrEnum):
     TRAIN_STEP = "train_step"
     SAVE_WEIGHTS = "save_weights"
     SAVE_WEIGHTS_FOR_SAMPLER = "save_weights_for_sampler"
+    SAVE_WEIGHTS_EXTERNAL = "save_weights_external"
     SAMPLE = "sample"
 
     @property
@@ -39,7 +41,7 @@ class Kind(StrEnum):
 
     @property
     def is_save(self) -> bool:
-        return self in (Kind.SAVE_WEIGHTS, Kind.SAVE_WEIGHTS_FOR_SAMPLER)
+        return self in (Kind.SAVE_WEIGHTS, Kind.SAVE_WEIGHTS_FOR_SAMPLER, Kind.SAVE_WEIGHTS_EXTERNAL)
 
     @property
     def is_replayed(self) -> bool:
@@ -64,7 +66,7 @@ class LoraConfig(Message):
 
 
 class AdamParams(Message):
-    """AdamW as torch.optim.AdamW computes it; `grad_clip_norm` 0 is off. The defaults are the Tinker wire's."""
+    """AdamW as torch.optim.AdamW computes it; `grad_clip_norm` of 0 or less is off. The defaults are the Tinker wire's."""
 
     type: Literal["adamw"] = "adamw"
     learning_rate: float = Field(default=1e-4, ge=0)
@@ -72,17 +74,17 @@ class AdamParams(Message):
     beta2: float = Field(default=0.95, ge=0, lt=1)
     eps: float = Field(default=1e-12, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
-    grad_clip_norm: float = Field(default=0.0, ge=0)
+    grad_clip_norm: float = 0.0
 
 
 class SgdParams(Message):
-    """SGD as torch.optim.SGD computes it (dampening 0); `grad_clip_norm` 0 is off."""
+    """SGD as torch.optim.SGD computes it (dampening 0); `grad_clip_norm` of 0 or less is off."""
 
     type: Literal["sgd"] = "sgd"
     learning_rate: float = Field(default=1e-2, ge=0)
     momentum: float = Field(default=0.0, ge=0, lt=1)
     weight_decay: float = Field(default=0.0, ge=0)
-    grad_clip_norm: float = Field(default=0.0, ge=0)
+    grad_clip_norm: float = 0.0
 
 
 OptimizerParams = Annotated[AdamParams | SgdParams, Field(discriminator="type")]
@@ -151,19 +153,29 @@ class SaveWeights(Message):
 
 
 class SaveWeightsForSampler(Message):
-    """An inference-only checkpoint: named (`name`), or ephemeral and bound to one sampling session (`sampling_session_id`)."""
+    """An inference-only checkpoint: named (`name`), or ephemeral and bound to one sampling session (`sampling_session_id`), which with the
+    mode `inflight` follows the model's later saves of that mode."""
 
     kind: ClassVar[Kind] = Kind.SAVE_WEIGHTS_FOR_SAMPLER
     name: str | None = None
     sampling_session_id: str | None = None
     ttl_seconds: int | None = None
     user_metadata: dict[str, str] | None = None
-    mode: Literal["snapshot"] = "snapshot"
+    mode: Literal["snapshot", "inflight"] = "snapshot"
+
+
+class SaveWeightsExternal(Message):
+    """A PEFT adapter under `name`, to be downloaded."""
+
+    kind: ClassVar[Kind] = Kind.SAVE_WEIGHTS_EXTERNAL
+    name: str
+    ttl_seconds: int | None = None
+    user_metadata: dict[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """A pass over `data` with a loss of protocol/losses.py; losses are sums.
+    """A pass over `data` with a loss of protocol/losses.py, or with `custom_loss`; losses are sums.
 
     `backward`: forward_backward, else forward. `metrics_only`: an evaluation, whose answer holds no value a token (never with
     `backward`). `micro_batch_tokens`: padded tokens of one pass, in place of the engine's own bound.
@@ -175,6 +187,7 @@ class Compute:
     backward: bool
     metrics_only: bool = False
     micro_batch_tokens: int | None = None
+    custom_loss: CustomLoss | None = None
 
     @property
     def kind(self) -> Kind:
@@ -201,7 +214,7 @@ class TrainStep:
 
 
 EngineCommand = Compute | OptimStep | TrainStep
-TrainingCommand = CreateModel | LoadWeights | Compute | OptimStep | TrainStep | SaveWeights | SaveWeightsForSampler
+TrainingCommand = CreateModel | LoadWeights | Compute | OptimStep | TrainStep | SaveWeights | SaveWeightsForSampler | SaveWeightsExternal
 
 
 @dataclass(frozen=True, slots=True)

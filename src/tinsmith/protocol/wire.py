@@ -1,7 +1,8 @@
 """Bytes and messages: how commands and results lie in the store, and the binary bodies of the Tinker wire.
 
-The only module that knows protobuf and zstd. Knows nothing of HTTP, tenants or lanes. Encodings are deterministic: equal commands give
-equal bytes, so a digest over them is a digest over the decoded command, however it travelled.
+The only module that knows zstd; protobuf is known here, in `wire_samples` and in `wire_tensors`. Knows nothing of HTTP, tenants or
+lanes. Encodings are deterministic: equal commands give equal bytes, so a digest over them is a digest over the decoded command, however
+it travelled.
 
 What a caller sent raises a user error that names the field and the remedy; bytes that the server itself has stored raise whatever
 their parser raises.
@@ -11,20 +12,21 @@ import hashlib
 import io
 import json
 from array import array
-from base64 import b64decode, b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise
-from math import isnan, nan, prod
+from math import prod
 
 import zstandard
 from google.protobuf.message import DecodeError
 
 from tinsmith.protocol import tinker_pb2 as pb
+from tinsmith.protocol.custom_losses import CustomLoss
 from tinsmith.protocol.errors import InvalidRequest, PayloadTooLarge, ValidationFailed
-from tinsmith.protocol.inputs import Datum, ModelInput, TextChunk
-from tinsmith.protocol.sampling import Sample, SampledSequence, SampleOutput, SamplingParams, StopReason
-from tinsmith.protocol.tensors import Csr, DType, Tensor, float32_values, int32_values, int64_values
+from tinsmith.protocol.inputs import Datum, ModelInput, TextChunk, unreadable_chunk
+from tinsmith.protocol.sampling import Sample
+from tinsmith.protocol.spans import ProvenanceSpan, check_provenance
+from tinsmith.protocol.tensors import DType, Tensor, float32_values, int64_values
 from tinsmith.protocol.training import (
     Compute,
     ComputeOutput,
@@ -34,21 +36,22 @@ from tinsmith.protocol.training import (
     Message,
     OptimStep,
     SaveWeights,
+    SaveWeightsExternal,
     SaveWeightsForSampler,
     TrainingCommand,
     TrainStep,
 )
 from tinsmith.protocol.wire_bounds import MAX_DECODED, MAX_ZSTD_WINDOW, check_forward_backward
+from tinsmith.protocol.wire_samples import decode_sample, encode_sample
+from tinsmith.protocol.wire_samples import decode_sample_output as decode_sample_output
+from tinsmith.protocol.wire_samples import encode_sample_output as encode_sample_output
+from tinsmith.protocol.wire_samples import sample_output_json as sample_output_json
+from tinsmith.protocol.wire_tensors import DTYPE_TO_WIRE, read_tensor, write_tensor
 
 ARRAY_RECORD = "ArrayRecord"
-NO_LOGPROB = -99999.0  # fills the empty cells of a top-k table, beside token 0
 
-_DTYPE_TO_WIRE = {DType.FLOAT32: pb.DTYPE_FLOAT32, DType.INT64: pb.DTYPE_INT64}
-_DTYPE_OF_WIRE = {wire: dtype for dtype, wire in _DTYPE_TO_WIRE.items()}
-_STOP_TO_WIRE = {StopReason.STOP: pb.STOP_REASON_STOP, StopReason.LENGTH: pb.STOP_REASON_LENGTH}
-_STOP_OF_WIRE = {wire: stop for stop, wire in _STOP_TO_WIRE.items()}
-_JSON_COMMANDS: dict[Kind, type[CreateModel | LoadWeights | OptimStep | SaveWeights | SaveWeightsForSampler]] = {
-    model.kind: model for model in (CreateModel, LoadWeights, OptimStep, SaveWeights, SaveWeightsForSampler)
+_JSON_COMMANDS: dict[Kind, type[CreateModel | LoadWeights | OptimStep | SaveWeights | SaveWeightsForSampler | SaveWeightsExternal]] = {
+    model.kind: model for model in (CreateModel, LoadWeights, OptimStep, SaveWeights, SaveWeightsForSampler, SaveWeightsExternal)
 }
 _COMPUTES = frozenset({Kind.FORWARD, Kind.FORWARD_BACKWARD, Kind.EVALUATE, Kind.TRAIN_STEP})
 _FRAME = 4  # bytes of a frame's length
@@ -66,7 +69,7 @@ def encode_command(command: TrainingCommand | Sample) -> bytes:
             head = _compute_head(command.compute) | {"step": command.step.model_dump(mode="json")}
             return _framed(head, _compute_message(command.compute))
         case Sample():
-            return _encode_sample(command)
+            return encode_sample(command)
         case _:
             return _canonical_json(command)
 
@@ -75,7 +78,7 @@ def decode_command(kind: Kind, body: bytes) -> TrainingCommand | Sample:
     if kind in _COMPUTES:
         return _decode_framed(body)
     if kind is Kind.SAMPLE:
-        return _decode_sample(body)
+        return decode_sample(body)
     return _JSON_COMMANDS[kind].model_validate_json(body)
 
 
@@ -101,7 +104,8 @@ def _json(tree: object) -> bytes:
 
 def _compute_head(command: Compute) -> dict[str, object]:
     """What the Tinker wire has no field for; only what is not the default, so that an old body and a new one are the same bytes."""
-    asked = {"metrics_only": command.metrics_only, "micro_batch_tokens": command.micro_batch_tokens}
+    custom = None if command.custom_loss is None else command.custom_loss.model_dump(mode="json")
+    asked = {"metrics_only": command.metrics_only, "micro_batch_tokens": command.micro_batch_tokens, "custom_loss": custom}
     return {name: value for name, value in asked.items() if value}
 
 
@@ -115,26 +119,10 @@ def _decode_framed(body: bytes) -> Compute | TrainStep:
     end = _FRAME + int.from_bytes(body[:_FRAME], "little")
     head = json.loads(body[_FRAME:end])
     step = head.pop("step", None)
+    if "custom_loss" in head:
+        head["custom_loss"] = CustomLoss.model_validate(head["custom_loss"])
     compute = replace(_compute(pb.ForwardBackwardRequest.FromString(body[end:])), **head)
     return compute if step is None else TrainStep(compute, OptimStep.model_validate(step))
-
-
-def _encode_sample(sample: Sample) -> bytes:
-    header = {
-        "prompt": [b64encode(chunk.tokens).decode() for chunk in sample.prompt.chunks],
-        "params": sample.params.model_dump(mode="json"),
-        "num_samples": sample.num_samples,
-        "adapter": sample.adapter,
-        "prompt_logprobs": sample.prompt_logprobs,
-        "topk_prompt_logprobs": sample.topk_prompt_logprobs,
-    }
-    return json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
-
-
-def _decode_sample(body: bytes) -> Sample:
-    header = json.loads(body)
-    prompt = ModelInput(tuple(TextChunk(b64decode(tokens)) for tokens in header.pop("prompt")))
-    return Sample(prompt=prompt, params=SamplingParams.model_validate(header.pop("params"), strict=False), **header)
 
 
 # forward and forward_backward.
@@ -201,7 +189,7 @@ def _compute_message(command: Compute) -> pb.ForwardBackwardRequest:
         for chunk in datum.model_input.chunks:
             written.model_input.add().encoded_text.tokens = chunk.tokens
         for name, tensor in datum.loss_fn_inputs.items():
-            _write_tensor(written.loss_fn_inputs[name], tensor)
+            write_tensor(written.loss_fn_inputs[name], tensor)
     return message
 
 
@@ -226,45 +214,39 @@ def _loss_config(message: pb.ForwardBackwardRequest) -> dict[str, float | str]:
 
 
 def _datum(message: pb.Datum, field: str) -> Datum:
-    chunks = tuple(_chunk(chunk, f"{field}.model_input") for chunk in message.model_input)
+    chunks = tuple(_chunk(chunk, f"{field}.model_input.chunks[{index}]") for index, chunk in enumerate(message.model_input))
     names = sorted(message.loss_fn_inputs)
-    tensors = {name: _tensor(message.loss_fn_inputs[name], f"{field}.loss_fn_inputs.{name}") for name in names}
-    return Datum(ModelInput(chunks), tensors)
+    tensors = {name: read_tensor(message.loss_fn_inputs[name], f"{field}.loss_fn_inputs.{name}") for name in names}
+    datum = Datum(ModelInput(chunks), tensors)
+    _check_spans(message, field, len(datum.model_input))
+    return datum
+
+
+def _check_spans(message: pb.Datum, field: str, num_rows: int) -> None:
+    of_input = _spans(message.model_input_spans, f"{field}.model_input_spans")
+    of_loss = _spans(message.loss_fn_input_spans, f"{field}.loss_fn_input_spans")
+    check_provenance(field, num_rows, of_input, of_loss)
+
+
+def _spans(messages: Sequence[pb.ProvenanceSpan], field: str) -> list[ProvenanceSpan]:
+    found = []
+    for index, message in enumerate(messages):
+        kind = message.WhichOneof("span")
+        if kind is None:
+            raise ValidationFailed(f"{field}[{index}]: has no kind; send prompt_tokens or sampled_tokens")
+        span = message.sampled_tokens if kind == "sampled_tokens" else message.prompt_tokens
+        found.append(ProvenanceSpan(span.sequence_id, span.offset, span.length, is_sampled=kind == "sampled_tokens"))
+    return found
 
 
 def _chunk(message: pb.Chunk, field: str) -> TextChunk:
     kind = message.WhichOneof("chunk")
     if kind != "encoded_text":
-        raise ValidationFailed(f"{field}: a chunk of kind {kind or 'none'} is not supported here; send encoded_text chunks")
+        raise unreadable_chunk(field, kind)
     tokens = message.encoded_text.tokens
     if len(tokens) % 4:
         raise ValidationFailed(f"{field}: {len(tokens)} bytes are no whole number of int32 tokens; send 4 bytes a token")
     return TextChunk(tokens)
-
-
-def _write_tensor(message: pb.Tensor, tensor: Tensor) -> None:
-    message.dtype = _DTYPE_TO_WIRE[tensor.dtype]
-    message.shape.extend(tensor.shape)
-    if tensor.csr is None:
-        message.dense = tensor.data
-    else:
-        message.sparse_csr.values = tensor.data
-        message.sparse_csr.crow_indices = tensor.csr.crow
-        message.sparse_csr.col_indices = tensor.csr.col
-
-
-def _tensor(message: pb.Tensor, field: str) -> Tensor:
-    dtype = _DTYPE_OF_WIRE.get(message.dtype)
-    if dtype is None:
-        raise ValidationFailed(f"{field}: dtype {message.dtype} is not supported; send float32 or int64")
-    if message.HasField("sparse_csr"):
-        sparse = message.sparse_csr
-        tensor = Tensor(dtype, tuple(message.shape), sparse.values, Csr(sparse.crow_indices, sparse.col_indices))
-    else:
-        # A tensor without a shape is a vector.
-        shape = tuple(message.shape) or (len(message.dense) // dtype.itemsize,)
-        tensor = Tensor(dtype, shape, message.dense)
-    return tensor.check(field)
 
 
 def encode_compute_output(output: ComputeOutput) -> bytes:
@@ -280,7 +262,7 @@ def _write_record(record: pb.ArrayRecord, name: str, trailing: tuple[int, ...], 
     record.type_tag = ARRAY_RECORD
     record.num_datums = len(tensors)
     field = record.fields[name]
-    field.dtype = _DTYPE_TO_WIRE[DType.FLOAT32]
+    field.dtype = DTYPE_TO_WIRE[DType.FLOAT32]
     field.data = b"".join(tensor.data for tensor in tensors)
     field.offsets = array("q", accumulate((len(tensor.data) for tensor in tensors), initial=0)).tobytes()
     field.trailing_shape.extend(trailing)
@@ -315,83 +297,3 @@ def compute_output_json(encoded: bytes) -> bytes:
         for tensor in tensors
     ]
     return json.dumps({"loss_fn_output_type": ARRAY_RECORD, "loss_fn_outputs": records, "metrics": output.metrics}).encode()
-
-
-# Samples.
-
-
-def encode_sample_output(output: SampleOutput) -> bytes:
-    """A SampleResponse. Absent prompt log-probs become NaN, absent top-k cells (0, -99999)."""
-    message = pb.SampleResponse()
-    for sequence in output.sequences:
-        message.sequences.add(
-            stop_reason=_STOP_TO_WIRE[sequence.stop_reason],
-            tokens=array("i", sequence.tokens).tobytes(),
-            logprobs=array("f", sequence.logprobs).tobytes(),
-        )
-    if output.prompt_logprobs is not None:
-        message.prompt_logprobs = array("f", (nan if value is None else value for value in output.prompt_logprobs)).tobytes()
-    if output.topk_prompt_logprobs is not None:
-        _write_topk(message.topk_prompt_logprobs, output.topk_prompt_logprobs)
-    if output.target_prompt_logprobs is not None:
-        _write_tensor(message.target_prompt_logprobs, output.target_prompt_logprobs)
-    return message.SerializeToString(deterministic=True)
-
-
-def decode_sample_output(encoded: bytes) -> SampleOutput:
-    """What `encode_sample_output` was given, in float32; a row of a top-k table without any cell comes back as None."""
-    message = pb.SampleResponse.FromString(encoded)
-    return SampleOutput(
-        sequences=[
-            SampledSequence(
-                tokens=int32_values(sequence.tokens).tolist(),
-                logprobs=float32_values(sequence.logprobs).tolist(),
-                stop_reason=_STOP_OF_WIRE[sequence.stop_reason],
-            )
-            for sequence in message.sequences
-        ],
-        prompt_logprobs=(
-            [None if isnan(value) else value for value in float32_values(message.prompt_logprobs)]
-            if message.HasField("prompt_logprobs")
-            else None
-        ),
-        topk_prompt_logprobs=_topk(message.topk_prompt_logprobs) if message.HasField("topk_prompt_logprobs") else None,
-        target_prompt_logprobs=(
-            _tensor(message.target_prompt_logprobs, "target_prompt_logprobs") if message.HasField("target_prompt_logprobs") else None
-        ),
-    )
-
-
-def sample_output_json(encoded: bytes) -> bytes:
-    """The JSON form of an encoded SampleResponse, for SDKs that read no protobuf."""
-    output = decode_sample_output(encoded)
-    return json.dumps(
-        {
-            "type": "sample",
-            "sequences": [
-                {"stop_reason": sequence.stop_reason, "tokens": sequence.tokens, "logprobs": sequence.logprobs}
-                for sequence in output.sequences
-            ],
-            "prompt_logprobs": output.prompt_logprobs,
-            "topk_prompt_logprobs": output.topk_prompt_logprobs,
-        }
-    ).encode()
-
-
-def _write_topk(message: pb.TopkLogprobs, rows: Sequence[Sequence[tuple[int, float]] | None]) -> None:
-    """A dense [length, k] table, k being that of the longest row."""
-    k = max((len(row) for row in rows if row is not None), default=0)
-    cells = [cell for row in rows for cell in (*(row or ()), *((0, NO_LOGPROB),) * (k - len(row or ())))]
-    message.k = k
-    message.length = len(rows)
-    message.token_ids = array("i", (token for token, _ in cells)).tobytes()
-    message.logprobs = array("f", (logprob for _, logprob in cells)).tobytes()
-
-
-def _topk(message: pb.TopkLogprobs) -> list[list[tuple[int, float]] | None]:
-    tokens, logprobs, k = int32_values(message.token_ids), float32_values(message.logprobs), message.k
-    rows = [
-        [(tokens[cell], logprobs[cell]) for cell in range(row * k, (row + 1) * k) if logprobs[cell] != NO_LOGPROB]
-        for row in range(message.length)
-    ]
-    return [row or None for row in rows]

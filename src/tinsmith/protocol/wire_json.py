@@ -10,7 +10,7 @@ import pydantic_core
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from tinsmith.protocol.errors import InvalidRequest, ValidationFailed
-from tinsmith.protocol.inputs import Datum, ModelInput, TextChunk
+from tinsmith.protocol.inputs import Datum, ModelInput, TextChunk, unreadable_chunk
 from tinsmith.protocol.tensors import Csr, DType, Tensor
 from tinsmith.protocol.training import Compute
 from tinsmith.protocol.wire_bounds import (
@@ -47,14 +47,14 @@ Count = Annotated[int, Field(ge=0, le=MAX_SEQ)]  # callers count models and samp
 
 
 class ChunkBody(Body):
-    """SDKs up to 0.16 send no `type`: a chunk that has tokens is text."""
+    """SDKs up to 0.16 send no `type`: a chunk that has tokens is text. What other chunks hold is not looked at."""
 
     type: str | None = None
     tokens: list[Any] | None = None
 
     def decode(self, field: str) -> TextChunk:
         if self.tokens is None or self.type not in (None, "encoded_text"):
-            raise ValidationFailed(f"{field}: a chunk of type {self.type or 'none'} is not supported here; send encoded_text chunks")
+            raise unreadable_chunk(field, self.type)
         return TextChunk(_packed("i", self.tokens, f"{field}.tokens"))
 
 
@@ -102,7 +102,7 @@ class PassBody(Body):
 
     data: list[DatumBody] = Field(max_length=MAX_DATUMS)
     loss_fn: str
-    loss_fn_config: dict[str, float | str] = Field(default={}, max_length=MAX_CONFIG)
+    loss_fn_config: dict[str, Annotated[float, Field(strict=True)] | str] = Field(default={}, max_length=MAX_CONFIG)  # true is no number
 
     def decode(self, *, backward: bool) -> Compute:
         check_parts(sum(len(datum.model_input.chunks) + len(datum.loss_fn_inputs) for datum in self.data))

@@ -22,7 +22,7 @@ from tinsmith.protocol.errors import ExecutionTimeout, InternalError, StateConte
 from tinsmith.protocol.futures import Outcome
 from tinsmith.protocol.sampling import Sample
 from tinsmith.protocol.training import Kind, TrainingCommand
-from tinsmith.queue import accounts
+from tinsmith.queue import accounts, ledger
 from tinsmith.queue.residents import Resident, Ring
 from tinsmith.state.futures import pool_lane
 from tinsmith.state.lanes import Acquired, Entry, Fenced, LaneInfo, Lanes, LeaseExpired, Replica, Settlement, Taken
@@ -327,7 +327,8 @@ class Executor:
             self._slots.claim(resident.id)  # note its use
             outcomes = await self._run(resident, taken.entries) if failure is None else _all_failed(taken.entries, failure, is_tainted=True)
             pairs = list(zip(taken.entries, outcomes, strict=True))
-            await self._settle(resident, [Settlement(entry.seq, outcome) for entry, outcome in pairs])
+            info = resident.info
+            await self._settle(resident, [Settlement(entry.seq, ledger.entered(info, outcome, entry)) for entry, outcome in pairs])
             for entry, outcome in pairs:
                 resident.note(entry, outcome)
                 accounts.executed(self._replica.base, entry, outcome)
@@ -403,7 +404,7 @@ class Executor:
             _log.error("lane %s could not be rebuilt", resident.id, exc_info=saves)
             return _rebuild_failure(saves)
         if saves:
-            await self._settle(resident, saves)
+            await self._settle(resident, [Settlement(save.seq, ledger.entered(resident.info, save.outcome)) for save in saves])
         resident.is_built = True
         return None
 

@@ -22,6 +22,7 @@ from tinsmith.protocol.sampling import Sample
 from tinsmith.queue.accounts import outcome_attributes
 from tinsmith.queue.courier import Courier
 from tinsmith.queue.gate import TRANSFER_S
+from tinsmith.queue.ledger import entered_sample
 from tinsmith.state.inbox import StreamChunk
 from tinsmith.state.lanes import Lanes, LeaseExpired, PoolEntry
 
@@ -38,11 +39,12 @@ Finished = tuple[str, Outcome]  # request id and what became of it
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One sample to run. is_watched: somebody wants its tokens as they come."""
+    """One sample of a tenant to run. is_watched: somebody wants its tokens as they come."""
 
     rid: str
     sample: Sample
     is_watched: bool = False
+    tenant: str = ""
 
 
 class PoolBackend(Protocol):
@@ -260,7 +262,7 @@ class PoolExecutor:
         if body is None:
             return Outcome.failed(InternalError("the stored command is gone; send the request again"), is_tainted=False)
         try:
-            return Work(entry.rid, self._decode(body), is_watched=entry.reply_to != "")
+            return Work(entry.rid, self._decode(body), is_watched=entry.reply_to != "", tenant=entry.tenant)
         except Exception as error:  # noqa: BLE001 - a body that cannot be decoded fails its own request and nobody else's
             return Outcome.failed(error, is_tainted=False)
 
@@ -299,7 +301,7 @@ class PoolExecutor:
     def _end(self, rid: str, outcome: Outcome) -> None:
         held = self._held.pop(rid, None)
         if held is not None:
-            self._unsettled[rid] = (held.entry, outcome)
+            self._unsettled[rid] = (held.entry, entered_sample(self._base, held.entry, outcome))
             self._courier.forget(rid)
             self._account(held, outcome)
 

@@ -185,7 +185,7 @@ def split_path(path: str, field: str = "path") -> tuple[str, CheckpointKind, str
     """(run id, kind, name) of a tinker:// path. Raises ValidationFailed naming `field`."""
     segments = path.removeprefix(_SCHEME).split("/")
     if not path.startswith(_SCHEME) or len(segments) != 3 or segments[1] not in list(CheckpointKind):
-        raise ValidationFailed(f"{field}: {path[:200]!r} is no checkpoint; send tinker://<run>/<weights|sampler_weights>/<name>")
+        raise ValidationFailed(f"{field}: {path[:200]!r} is no checkpoint; send tinker://<run>/<{'|'.join(CheckpointKind)}>/<name>")
     return segments[0], CheckpointKind(segments[1]), segments[2]
 
 

@@ -95,6 +95,11 @@ def pool_lane(base: str, tenant: str) -> str:
     return f"pool:{base}:{tenant}"
 
 
+def base_of_pool(lane: str, tenant: str) -> str:
+    """The base model of a `pool_lane` of the tenant."""
+    return lane.removeprefix("pool:").removesuffix(f":{tenant}")
+
+
 def worn_out(max_attempts: int) -> Failure:
     """A command whose worker died each time that it ran."""
     times = _TIMES.get(max_attempts, f"{max_attempts} times")

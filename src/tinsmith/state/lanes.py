@@ -9,7 +9,8 @@ owner (fencing). cursor: lowest seq not yet handed out. floor (`durable`): highe
 barrier: an entry that is not a forward or forward_backward. Times are the store's clock, in ms since 1970 UTC.
 
 Topics (append-only, capped, numbered from 1 in each):
-    settled         request ids whose record became terminal; every gateway process reads it
+    settled         request ids whose record became terminal, and names of feeds with a new end (`state.feeds`); every gateway process
+                    reads it
     work:{base}     lanes of a base model that may have work and no owner, and its pools; replicas of the base model read it
     bell:{replica}  lanes of this replica with something new: a hint, never the truth
     inbox:{process} messages to one process (`Lanes.post`): orders of an operator, tokens of a stream; its reader alone acts on them
@@ -23,6 +24,7 @@ from typing import Protocol
 from tinsmith.protocol.futures import Failure, FutureRecord, Outcome, State, Write
 from tinsmith.protocol.training import Kind
 from tinsmith.protocol.wire_bounds import MIB
+from tinsmith.state.feeds import FeedPage
 
 SETTLED = "settled"
 GATEWAYS = "*gateways"  # stands for the base model of gateways; no base model's name begins so
@@ -102,7 +104,9 @@ class Submission:
 @dataclass(frozen=True, slots=True)
 class PoolSubmission:
     """One sample for the pool lane of (base, tenant). `key` is its natural key: (sampling session, seq id) as text. `reply_to`: the topic
-    that tokens are posted to while they are drawn, empty where nobody watches; like `trace` it is no part of the command."""
+    that tokens are posted to while they are drawn, empty where nobody watches; like `trace` it is no part of the command. `feed`: the
+    completion feed that its end is told in, empty for none. `max_waiting`: how many samples of the tenant may wait for the base model,
+    where that is less than the lanes allow."""
 
     tenant: str
     session: str
@@ -114,6 +118,13 @@ class PoolSubmission:
     tokens: int
     trace: str = ""
     reply_to: str = ""
+    feed: str = ""
+    max_waiting: int | None = None
+
+
+def most_waiting(submission: PoolSubmission, limits: LaneLimits) -> int:
+    """How many samples of the tenant may wait before this one is refused."""
+    return limits.max_pending if submission.max_waiting is None else min(submission.max_waiting, limits.max_pending)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +207,7 @@ class PoolEntry:
     attempts: int
     trace: str = ""
     reply_to: str = ""
+    session: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,8 +332,21 @@ class Lanes(Protocol):
         """Write outcomes; answers the rids whose outcome was not taken (token outdated, or already terminal)."""
         ...
 
+    async def completions(self, tenant: str, feed: str, after: int, max_events: int) -> FeedPage:
+        """What ended in the feed after the cursor `after`, `max_events` at most; what came up to it is trimmed. 0 is before everything,
+        and so is a cursor that this store never gave out: one from before it was emptied."""
+        ...
+
+    async def acknowledge(self, tenant: str, feed: str, rids: Sequence[str]) -> None:
+        """Their caller has the results of these samples of the feed: they are freed. Ids of others are passed over. Idempotent."""
+        ...
+
     async def look(self, tenant: str, rid: str) -> FutureRecord | None:
         """The record; None for an unknown or foreign id."""
+        ...
+
+    async def requests(self, tenant: str, session: str, limit: int) -> list[FutureRecord]:
+        """The records of a session that are still kept, newest first, at most `limit`; none for an unknown or foreign session."""
         ...
 
     async def result(self, tenant: str, rid: str) -> bytes | None:

@@ -42,11 +42,13 @@ class EventLog:
         self._topics: dict[str, _Topic] = {}
         self._sleepers: dict[asyncio.Event, frozenset[str]] = {}
 
-    def append(self, topic: str, event: str) -> None:
+    def append(self, topic: str, event: str) -> int:
+        """Answers the event's number."""
         if topic not in self._topics:
             self._topics[topic] = _Topic(self._length)
         self._topics[topic].append(event)
         self._wake(topic)
+        return self._topics[topic].last
 
     def empty(self, topic: str) -> None:
         """Drop the events of a topic whose numbers go on."""

@@ -34,6 +34,11 @@ class MemoryFutures:
         record = self._records.get(rid)
         return record if record is not None and record.tenant == tenant else None
 
+    def of_session(self, tenant: str, session: str, limit: int) -> list[FutureRecord]:
+        """Newest first."""
+        own = [record for record in self._records.values() if (record.tenant, record.session) == (tenant, session)]
+        return sorted(own, key=lambda record: (record.submitted_ms, record.rid), reverse=True)[:limit]
+
     def held_bytes(self, tenant: str) -> int:
         return self._held[tenant]
 
@@ -80,23 +85,30 @@ class MemoryFutures:
             self._records[rid] = replace(record, fetched_ms=self._clock_ms())
         return self._results[rid]
 
+    def held_size(self, rid: str) -> int | None:
+        """Bytes of the result; None where none is held."""
+        return len(self._results[rid]) if rid in self._results else None
+
+    def free_result(self, rid: str) -> None:
+        self._release(rid, self._results.pop(rid, b""))
+
     def free_results(self, *, fetched_before_ms: int, ended_before_ms: int) -> int:
         """Delete results first fetched, or settled, at or before those times; answers how many."""
         old = [rid for rid in self._results if self._is_due(self._records[rid], fetched_before_ms, ended_before_ms)]
         for rid in old:
-            self._free_result(rid)
+            self.free_result(rid)
         return len(old)
 
     def free_results_where(self, is_over: Callable[[FutureRecord], bool]) -> None:
         """Delete the results of the records of which `is_over` is true."""
         for rid in [rid for rid in self._results if is_over(self._records[rid])]:
-            self._free_result(rid)
+            self.free_result(rid)
 
     def forget_where(self, is_old: Callable[[FutureRecord], bool]) -> int:
         """Delete the terminal records of which `is_old` is true, results included; answers how many."""
         old = [rid for rid, record in self._records.items() if record.state.is_terminal and is_old(record)]
         for rid in old:
-            self._free_result(rid)
+            self.free_result(rid)
             del self._records[rid]
         return len(old)
 
@@ -108,9 +120,6 @@ class MemoryFutures:
         if record.fetched_ms is not None and record.fetched_ms <= fetched_before_ms:
             return True
         return record.ended_ms is not None and record.ended_ms <= ended_before_ms
-
-    def _free_result(self, rid: str) -> None:
-        self._release(rid, self._results.pop(rid, b""))
 
     def _release(self, rid: str, content: bytes) -> int:
         if content:

@@ -5,7 +5,7 @@ and replicas only as long as the process that holds it.
 
     memory_log.py       a model lane's entries        memory_futures.py    records, bodies, results      memory_entries.py   both as one
     memory_pool.py      samples                       memory_replicas.py   who lives                     memory_events.py    topics
-    memory_sweep.py     what goes, and what fails
+    memory_sweep.py     what goes, and what fails           memory_feeds.py     ends of samples, for those who follow them
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,6 +14,7 @@ from dataclasses import replace
 from tinsmith.protocol.errors import NotFound, QuotaExceeded, RequestRejected, SessionEnded, StateContention
 from tinsmith.protocol.futures import Failure, FutureRecord, Outcome, State, Write
 from tinsmith.protocol.training import Kind
+from tinsmith.state.feeds import FeedPage
 from tinsmith.state.futures import cancelled, given_up, worn_out
 from tinsmith.state.inbox import SampleAbort, encode
 from tinsmith.state.lanes import (
@@ -36,11 +37,13 @@ from tinsmith.state.lanes import (
     Wake,
     bell_topic,
     inbox_topic,
+    most_waiting,
     process_of,
     work_topic,
 )
 from tinsmith.state.memory_entries import LaneEntries, record_of
 from tinsmith.state.memory_events import EventLog
+from tinsmith.state.memory_feeds import MemoryFeeds
 from tinsmith.state.memory_futures import MemoryFutures
 from tinsmith.state.memory_log import LaneLog
 from tinsmith.state.memory_pool import MemoryPools
@@ -59,7 +62,8 @@ class MemoryLanes:
         self._events = EventLog()
         self._futures = MemoryFutures(self._events, self._clock_ms)
         self._replicas = MemoryReplicas(limits.lease_ms, self._clock_ms)
-        self._pools = MemoryPools(self._futures, self._replicas, self._events, limits.max_attempts)
+        self._feeds = MemoryFeeds(self._futures, self._events)
+        self._pools = MemoryPools(self._futures, self._replicas, self._feeds, self._events, limits.max_attempts)
         self._lanes: dict[str, LaneLog] = {}
         self._entries = LaneEntries(self._futures, self._clock_ms)
         self._sweep = MemorySweep(limits, self._entries, self._futures, self._pools, self._replicas, self._events)
@@ -291,7 +295,7 @@ class MemoryLanes:
             return repeat
         if (submission.tenant, submission.session) in self._ended:
             raise SessionEnded(f"session {submission.session} has ended; create a new one")
-        self._pools.check_room(submission.base, submission.tenant, self.limits.max_pending)
+        self._pools.check_room(submission.base, submission.tenant, most_waiting(submission, self.limits))
         self._check_bytes(submission.tenant, len(submission.body))
         self._pools.append(submission, self._clock_ms())
         return Submitted(submission.rid, State.PENDING, is_fresh=True)
@@ -310,10 +314,19 @@ class MemoryLanes:
                 late.add(entry.rid)
         return frozenset(late)
 
+    async def completions(self, tenant: str, feed: str, after: int, max_events: int) -> FeedPage:
+        return self._feeds.page(tenant, feed, after, max_events)
+
+    async def acknowledge(self, tenant: str, feed: str, rids: Sequence[str]) -> None:
+        self._feeds.acknowledge(tenant, feed, rids)
+
     # Reading
 
     async def look(self, tenant: str, rid: str) -> FutureRecord | None:
         return self._futures.find(tenant, rid)
+
+    async def requests(self, tenant: str, session: str, limit: int) -> list[FutureRecord]:
+        return self._futures.of_session(tenant, session, limit)
 
     async def result(self, tenant: str, rid: str) -> bytes | None:
         return self._futures.fetch(tenant, rid)
@@ -383,13 +396,16 @@ class MemoryLanes:
 
     async def sweep(self, *, stuck_ms: int, orphan_ms: int) -> Swept:
         times = {"now_ms": self._clock_ms(), "stuck_ms": stuck_ms, "orphan_ms": orphan_ms}
-        return self._sweep.run(self._lanes, self._ended, self._inboxes, **times)
+        swept = self._sweep.run(self._lanes, self._ended, self._inboxes, **times)
+        self._feeds.prune()
+        return swept
 
     def _forget(self) -> None:
         self._lanes.clear()
         self._ended.clear()
         self._inboxes.clear()
         self._pools.clear()
+        self._feeds.clear()
         self._replicas.clear()
         self._futures.clear()
         self._events.forget()

@@ -14,6 +14,7 @@ from tinsmith.protocol.training import Kind
 from tinsmith.state.futures import cancelled, pool_lane, worn_out
 from tinsmith.state.lanes import PoolEntry, PoolSubmission, QueueInfo, Role, work_topic
 from tinsmith.state.memory_events import EventLog
+from tinsmith.state.memory_feeds import MemoryFeeds
 from tinsmith.state.memory_futures import MemoryFutures
 from tinsmith.state.memory_replicas import MemoryReplicas
 
@@ -70,9 +71,10 @@ class _Pool:
 class MemoryPools:
     """The pool lanes of every base model."""
 
-    def __init__(self, futures: MemoryFutures, replicas: MemoryReplicas, events: EventLog, max_attempts: int) -> None:
+    def __init__(self, futures: MemoryFutures, replicas: MemoryReplicas, feeds: MemoryFeeds, events: EventLog, max_attempts: int) -> None:
         self._futures = futures
         self._replicas = replicas
+        self._feeds = feeds
         self._events = events
         self._max_attempts = max_attempts
         self._pools: defaultdict[str, _Pool] = defaultdict(_Pool)
@@ -101,6 +103,8 @@ class MemoryPools:
             ),
             submission.body,
         )
+        if submission.feed:
+            self._feeds.follow(submission.tenant, submission.feed, submission.rid)
         entry = PoolEntry(
             rid=submission.rid,
             tenant=submission.tenant,
@@ -111,6 +115,7 @@ class MemoryPools:
             attempts=0,
             trace=submission.trace,
             reply_to=submission.reply_to,
+            session=submission.session,
         )
         self._num_arrived += 1
         self._samples[entry.rid] = _Sample(submission.base, now_ms, self._num_arrived, entry)
@@ -223,6 +228,7 @@ class MemoryPools:
     def _end(self, rid: str, outcome: Outcome) -> None:
         self._futures.end(rid, outcome)
         self._futures.free_body(rid)
+        self._feeds.tell(rid)
         del self._samples[rid]
 
     def _num_before(self, queue: Collection[str], rid: str) -> int:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from tinsmith.protocol.errors import StateContention
-from tinsmith.protocol.futures import Write
+from tinsmith.protocol.futures import Tally, Write
+from tinsmith.state.days import day_of, day_table, hour_of
 from tinsmith.state.memory_quotas import MemoryQuotas
 from tinsmith.state.store import SCHEMA_VERSION, Record, StoreInfo
 
@@ -101,13 +102,24 @@ class MemoryStore:
         """Call `forget` whenever everything is deleted."""
         self._flushed.append(forget)
 
-    def apply(self, writes: Iterable[Write]) -> None:
-        """Write records in the caller's own step."""
+    def apply(self, writes: Iterable[Write | Tally]) -> None:
+        """Write records, and add to sums, in the caller's own step."""
         for write in writes:
-            if write.value is None:
+            if isinstance(write, Tally):
+                self._add(write)
+            elif write.value is None:
                 self._delete(write.table, write.id)
             else:
                 self._write(write.table, write.id, write.value)
+
+    def _add(self, tally: Tally) -> None:
+        now_ms = self.clock_ms()
+        day, place = str(day_of(now_ms)), f"{hour_of(now_ms)}/{tally.id}"
+        table = day_table(tally.table, day_of(now_ms))
+        held = self._tables[table].get(place)
+        self._write(table, place, b"%d" % (tally.amount + (0 if held is None else int(held.value))))
+        if self._version(tally.table, day) == 0:
+            self._write(tally.table, day, b"")
 
     def _version(self, table: str, id: str) -> int:
         held = self._tables[table].get(id) if table in self._tables else None

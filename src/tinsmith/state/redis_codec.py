@@ -6,8 +6,9 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from tinsmith.protocol.errors import NotFound, QuotaExceeded, RequestRejected, SessionEnded, TinsmithError
-from tinsmith.protocol.futures import Outcome, State, Write
+from tinsmith.protocol.futures import Outcome, State, Tally, Write
 from tinsmith.protocol.training import Kind
+from tinsmith.state.feeds import Completion, FeedPage
 from tinsmith.state.futures import pool_lane
 from tinsmith.state.lanes import (
     Entry,
@@ -21,6 +22,7 @@ from tinsmith.state.lanes import (
     Replica,
     Role,
     Submission,
+    most_waiting,
 )
 from tinsmith.state.redis_link import Command, Reply, Value
 
@@ -31,16 +33,16 @@ _REPLICA: TypeAdapter[Replica] = TypeAdapter(Replica)
 def refusal(why: str, submission: Submission | PoolSubmission, limits: LaneLimits) -> TinsmithError:
     """The error that a refusal of `submit`, `void` or `pool_submit` stands for."""
     if isinstance(submission, PoolSubmission):
-        work, lane, seq = "samples", submission.base, submission.key
+        work, lane, seq, most = "samples", submission.base, submission.key, most_waiting(submission, limits)
     else:
-        work, lane, seq = "commands", submission.lane, str(submission.seq)
+        work, lane, seq, most = "commands", submission.lane, str(submission.seq), limits.max_pending
     held = limits.max_tenant_bytes
     refusals: dict[str, TinsmithError] = {
         "unknown": NotFound(f"model {lane!r} is unknown; create one"),
         "closed": SessionEnded(f"model {lane} is closed; create a new one"),
         "ended": SessionEnded(f"session {submission.session} has ended; create a new one"),
         "digest": RequestRejected(f"seq_id {seq} was already used with different content; send new content under a new seq_id"),
-        "pending": QuotaExceeded(f"{limits.max_pending} {work} are waiting already; wait for some of them before sending more"),
+        "pending": QuotaExceeded(f"{most} {work} are waiting already; wait for some of them before sending more"),
         "bytes": QuotaExceeded(f"commands and results over {held} bytes are held; fetch results or wait, then retry"),
     }
     return refusals[why]
@@ -51,10 +53,13 @@ def flags_of(kind: Kind) -> str:
     return "b" * kind.is_barrier + "r" * kind.is_replayed + "s" * kind.is_save
 
 
-def writes_of(writes: Sequence[Write]) -> Iterable[Value]:
+def writes_of(writes: Sequence[Write | Tally]) -> Iterable[Value]:
     yield len(writes)
     for write in writes:
-        yield from (write.table, write.id, "" if write.value is None else "1", write.value or b"")
+        if isinstance(write, Tally):
+            yield from (write.table, write.id, "+", write.amount)
+        else:
+            yield from (write.table, write.id, "" if write.value is None else "1", write.value or b"")
 
 
 def staged_result(key: str, outcome: Outcome) -> list[Command]:
@@ -98,7 +103,7 @@ def entry_of(row: Sequence[bytes | int]) -> Entry:
 
 def pool_entry(row: Sequence[bytes | int]) -> PoolEntry:
     parts = (part.decode() if isinstance(part, bytes) else part for part in row)
-    rid, tenant, digest, size, tokens, token, attempts, trace, reply_to = parts
+    rid, tenant, digest, size, tokens, token, attempts, trace, reply_to, session = parts
     return PoolEntry(
         rid=str(rid),
         tenant=str(tenant),
@@ -109,6 +114,7 @@ def pool_entry(row: Sequence[bytes | int]) -> PoolEntry:
         attempts=int(attempts),
         trace=str(trace),
         reply_to=str(reply_to),
+        session=str(session),
     )
 
 
@@ -122,6 +128,11 @@ def queue_infos(base: str, lanes: Iterable[Sequence[Any]], pools: Iterable[Seque
         tenant = name.decode()
         infos.append(QueueInfo(pool_lane(base, tenant), tenant, base, Role.SAMPLER, None, num_pending, _oldest(oldest_ms)))
     return sorted(infos, key=lambda info: info.lane)
+
+
+def feed_page(cursor: bytes, rows: Iterable[Sequence[Any]]) -> FeedPage:
+    """The answer of the script `completions`."""
+    return FeedPage(tuple(Completion(rid.decode(), None if size < 0 else size) for rid, size in rows), int(cursor))
 
 
 def replica_text(replica: Replica) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from tinsmith.protocol.errors import StateContention
 from tinsmith.protocol.futures import Failure, FutureRecord, Outcome, State, Write
 from tinsmith.protocol.training import Kind
+from tinsmith.state.feeds import FeedPage
 from tinsmith.state.futures import cancelled, given_up, orphaned, pool_lane, record_from_fields, stuck, worn_out
 from tinsmith.state.inbox import SampleAbort, encode
 from tinsmith.state.lanes import (
@@ -30,6 +31,7 @@ from tinsmith.state.lanes import (
     Swept,
     Taken,
     Wake,
+    most_waiting,
     process_of,
 )
 from tinsmith.state.redis_codec import (
@@ -37,6 +39,7 @@ from tinsmith.state.redis_codec import (
     check_owner,
     entry_of,
     event_id,
+    feed_page,
     flags_of,
     lane_info,
     lease_expired,
@@ -58,7 +61,9 @@ _NUM_EVENTS = 1000  # a topic and answer
 # So many a script, so that nobody waits long behind it: to fail a command takes about 0.1 ms.
 _CLOSE_SLICE = 250  # commands of a lane
 _SESSION_SLICE = 100  # samples and results of a session
+_ACKNOWLEDGE_SLICE = 250  # results of a feed
 _SWEEP_BATCH = 250  # results, records, commands
+_READ_SLICE = 512  # records of one round trip
 _PEER_KEPT_LEASES = 60  # how long a dead replica's bell is kept for it, in leases
 _MAX_EPOCH = 2**64 - 1
 
@@ -192,7 +197,7 @@ class RedisLanes:
             submission,
             *(submission.base, submission.tenant, submission.session, pool_lane(submission.base, submission.tenant), submission.key),
             *(Kind.SAMPLE, submission.rid, submission.digest, len(submission.body), submission.tokens),
-            *(limits.max_pending, limits.max_tenant_bytes, submission.trace, submission.reply_to),
+            *(most_waiting(submission, limits), limits.max_tenant_bytes, submission.trace, submission.reply_to, submission.feed),
         )
         return self._submitted(reply, submission)
 
@@ -215,13 +220,28 @@ class RedisLanes:
         reply = await self._settle("pool_settle", args, results)
         return frozenset(rid.decode() for rid in reply[1])
 
+    async def completions(self, tenant: str, feed: str, after: int, max_events: int) -> FeedPage:
+        [[cursor, rows]] = await self._store.run("completions", tenant, feed, after, max_events)
+        return feed_page(cursor, rows)
+
+    async def acknowledge(self, tenant: str, feed: str, rids: Sequence[str]) -> None:
+        for start in range(0, len(rids), _ACKNOWLEDGE_SLICE):
+            await self._store.run("acknowledge", tenant, feed, *rids[start : start + _ACKNOWLEDGE_SLICE])
+
     # Reading
 
     async def look(self, tenant: str, rid: str) -> FutureRecord | None:
         held: dict[bytes, bytes] = await self._store.link.command("HGETALL", f"fut:{rid}")
-        if held.get(b"tenant") != tenant.encode():
-            return None
-        return record_from_fields({name.decode(): value.decode() for name, value in held.items()})
+        return _record_of(tenant, held)
+
+    async def requests(self, tenant: str, session: str, limit: int) -> list[FutureRecord]:
+        """Read in slices, so that a long session holds nobody up for long."""
+        rids: list[bytes] = await self._store.link.command("ZREVRANGE", f"requests:{tenant}|{session}", 0, limit - 1)
+        records: list[FutureRecord | None] = []
+        for start in range(0, len(rids), _READ_SLICE):
+            commands = [("HGETALL", b"fut:" + rid) for rid in rids[start : start + _READ_SLICE]]
+            records += [_record_of(tenant, held) for held in await self._store.link.batch(commands)]
+        return [record for record in records if record is not None]  # one may go meanwhile
 
     async def result(self, tenant: str, rid: str) -> bytes | None:
         may_read, result = await self._store.run("fetch", tenant, rid, after=(("GET", f"res:{rid}"),))
@@ -321,6 +341,13 @@ class RedisLanes:
             )
             if is_done:
                 return total
+
+
+def _record_of(tenant: str, held: Mapping[bytes, bytes]) -> FutureRecord | None:
+    """None where there is none, or another tenant's."""
+    if held.get(b"tenant") != tenant.encode():
+        return None
+    return record_from_fields({name.decode(): value.decode() for name, value in held.items()})
 
 
 class _PoolCall:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, meta
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -26,8 +26,10 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _refuse
         try:
             self._template = environment.from_string(source)
+            self.takes_tools = "tools" in meta.find_undeclared_variables(environment.parse(source))
         except TemplateError as error:
             raise ValueError(f"not a chat template: {error}") from error
+        self.source = source
         self._special_tokens = dict(special_tokens)
 
     @classmethod

@@ -14,12 +14,14 @@ from pathlib import Path
 from tinsmith.protocol.errors import InputTokensExceeded, ValidationFailed
 from tinsmith.text.chat import ChatTemplate
 from tinsmith.text.tokenizer import Tokenizer
+from tinsmith.text.tool_calls import HERMES, ToolFormat, format_of, has_calls, spelled_out
 
 ASSISTANT = "assistant"
 MESSAGE_COST = 4096  # characters that a template copies in the time that a message of none takes it
 _SPLIT = "end the conversation at that turn, or send token ids"
 
 Message = Mapping[str, object]
+Tools = Sequence[Mapping[str, object]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,25 +82,37 @@ class Conversations:
     def has_chat(self) -> bool:
         return self._template is not None
 
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._tokenizer
+
+    def tool_format(self) -> ToolFormat:
+        """In which the model writes its calls."""
+        template = self._template
+        return format_of(template.source) if template is not None and template.takes_tools else HERMES
+
     def max_characters(self, num_tokens: int) -> int:
         """A text of more characters has more tokens than that."""
         return num_tokens * self._longest_token
 
-    def encode(self, text: str) -> list[int]:
-        """As it is: nothing is added, and control tokens are read as such."""
-        return self._tokenizer.encode(text)
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Control tokens are read as such. Nothing is added, unless the caller asks for what the tokenizer puts around a text."""
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, tokens: list[int]) -> str:
         """For readers: without special tokens."""
         return self._tokenizer.decode(tokens, skip_special_tokens=True)
 
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
+    def prompt(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
         """What asks the assistant for its next turn. Its former turns are tokenized apart where the template renders them as it asked for
-        them. Raises ValidationFailed."""
+        them. `tools` are told by the template, or, where it knows none, by a system message. Raises ValidationFailed."""
         self._check_contents(messages)
-        text = self._chat().render(messages, add_generation_prompt=True)
+        self._check_contents(tools, "tools")
+        if not self._chat().takes_tools and (tools or has_calls(messages)):
+            messages, tools = spelled_out(messages, tools), ()
+        text = self._render(messages, tools, add_generation_prompt=True)
         tokens: list[int] = []
-        for segment, _ in _segments(text, self._turns(messages, text, is_prompt=True)):
+        for segment, _ in _segments(text, self._turns(messages, text, tools, is_prompt=True)):
             tokens += self._encode_after(tokens, segment)
         return tokens
 
@@ -110,7 +124,7 @@ class Conversations:
         text = self._chat().render(messages, add_generation_prompt=False)
         tokens: list[int] = []
         is_trained: list[bool] = []
-        for segment, is_turn in _segments(text, self._turns(messages, text, is_prompt=False)):
+        for segment, is_turn in _segments(text, self._turns(messages, text, (), is_prompt=False)):
             part = self._encode_after(tokens, segment)
             tokens += part
             is_trained += [is_turn] * len(part)
@@ -120,18 +134,18 @@ class Conversations:
                 )
         return Rendered(tokens, is_trained)
 
-    def _check_contents(self, messages: Sequence[Message]) -> None:
-        for index, message in enumerate(messages):
-            found = self._control.search(str(message["content"]))
+    def _check_contents(self, parts: Sequence[Mapping[str, object]], field: str = "messages") -> None:
+        for index, part in enumerate(parts):
+            found = next((found for text in _texts(part) if (found := self._control.search(text)) is not None), None)
             if found is not None:
                 raise ValidationFailed(
-                    f"messages[{index}]: holds {found.group()!r}, a control token of the base model; remove it, or send token ids"
+                    f"{field}[{index}]: holds {found.group()!r}, a control token of the base model; remove it, or send token ids"
                 )
 
     def _encode_after(self, tokens: list[int], segment: str) -> list[int]:
         return self._tokenizer.encode_on(segment) if tokens else self._tokenizer.encode(segment)
 
-    def _turns(self, messages: Sequence[Message], text: str, *, is_prompt: bool) -> Iterator[tuple[int, int]]:
+    def _turns(self, messages: Sequence[Message], text: str, tools: Tools, *, is_prompt: bool) -> Iterator[tuple[int, int]]:
         """Where the assistant's turns stand in the text, in order. A prompt leaves out a turn that stands there differently."""
         end = 0
         for index, message in enumerate(messages):
@@ -139,19 +153,18 @@ class Conversations:
                 continue
             is_whole = not is_prompt and index == len(messages) - 1
             try:
-                start, end = self._turn(messages[: index + 1], text, end, is_whole=is_whole)
+                start, end = self._turn(messages[: index + 1], text, end, tools, is_whole=is_whole)
             except ValidationFailed:
                 if is_prompt:
                     continue
                 raise
             yield start, end
 
-    def _turn(self, messages: Sequence[Message], text: str, begin: int, *, is_whole: bool) -> tuple[int, int]:
+    def _turn(self, messages: Sequence[Message], text: str, begin: int, tools: Tools, *, is_whole: bool) -> tuple[int, int]:
         """Of the last of the messages, at or after `begin`. is_whole: they render as the text, so that is not done again."""
-        template = self._chat()
         index = len(messages) - 1
-        asked = template.render(messages[:-1], add_generation_prompt=True)
-        answered = text if is_whole else template.render(messages, add_generation_prompt=False)
+        asked = self._render(messages[:-1], tools, add_generation_prompt=True)
+        answered = text if is_whole else self._render(messages, tools, add_generation_prompt=False)
         if not answered.startswith(asked) or len(asked) < begin:
             raise ValidationFailed(
                 f"messages[{index}]: the base model's chat template renders this turn differently from its prompt; send token ids"
@@ -160,10 +173,26 @@ class Conversations:
             raise ValidationFailed(f"messages[{index}]: the base model's chat template changes this turn once others follow; {_SPLIT}")
         return len(asked), len(answered)
 
+    def _render(self, messages: Sequence[Message], tools: Tools, *, add_generation_prompt: bool) -> str:
+        return self._chat().render(messages, add_generation_prompt=add_generation_prompt, tools=tools or None)
+
     def _chat(self) -> ChatTemplate:
         if self._template is None:
             raise ValidationFailed("messages: the base model has no chat template; send texts or token ids")
         return self._template
+
+
+def _texts(tree: object) -> Iterator[str]:
+    """Everything that a template may write, whatever it is nested in."""
+    if isinstance(tree, str):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for key, part in tree.items():
+            yield str(key)
+            yield from _texts(part)
+    elif isinstance(tree, list | tuple):
+        for part in tree:
+            yield from _texts(part)
 
 
 def _segments(text: str, turns: Iterable[tuple[int, int]]) -> Iterator[tuple[str, bool]]:

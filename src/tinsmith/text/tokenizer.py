@@ -1,5 +1,7 @@
 """Token ids to text and back, over a `tokenizer.json`. Knows the `tokenizers` library alone: no model, no chat, no stop rule."""
 
+from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
 from tokenizers import Tokenizer as FastTokenizer
@@ -41,6 +43,11 @@ class Tokenizer:
         """Texts that become one special token wherever they stand, such as the mark of a turn's end; sorted."""
         return tuple(sorted(token.content for token in self._fast.get_added_tokens_decoder().values() if token.special))
 
+    @cached_property
+    def special_ids(self) -> dict[int, str]:
+        """The tokens that readers of a text do not see, with what they stand for."""
+        return {number: token.content for number, token in self._fast.get_added_tokens_decoder().items() if token.special}
+
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         return list(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
 
@@ -55,8 +62,15 @@ class Tokenizer:
         """Bytes that are no valid UTF-8 become U+FFFD; unknown ids are dropped."""
         return str(self._fast.decode(tokens, skip_special_tokens=skip_special_tokens))
 
-    def stream(self) -> "TextStream":
-        return TextStream(self)
+    def token_text(self, token: int) -> str:
+        """What one token adds to a text that it goes on from, special ones included."""
+        lead = self.encode(_ANCHOR) if self._marks_beginnings else []
+        return self.decode([*lead, token])[len(self.decode(lead)) :]
+
+    def stream(self, after: Sequence[int] = ()) -> "TextStream":
+        """`after`: the tokens that the sequence goes on from. The first word of a text loses its mark of a beginning; one that goes on
+        keeps its space."""
+        return TextStream(self, after)
 
 
 class TextStream:
@@ -66,10 +80,10 @@ class TextStream:
     window of the newest tokens is decoded again.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, after: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._window: list[int] = []
-        self._emitted = ""  # what of the window's text has been handed out
+        self._window: list[int] = list(after[-_CONTEXT:])
+        self._emitted = _without_incomplete_tail(tokenizer.decode(self._window))  # what of the window's text has been handed out
         self.is_complete = True  # False while the newest bytes may be the first of a character
 
     def push(self, token: int) -> str:
@@ -84,6 +98,10 @@ class TextStream:
             self._window = self._window[-_CONTEXT:]
             self._emitted = self._tokenizer.decode(self._window)
         return piece
+
+    def rest(self) -> str:
+        """Of a sequence that has ended: the bytes of a character that never became whole, as U+FFFD."""
+        return self._tokenizer.decode(self._window)[len(self._emitted) :]
 
 
 def _without_incomplete_tail(text: str) -> str:

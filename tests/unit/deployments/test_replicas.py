@@ -368,7 +368,7 @@ async def test_the_janitor_sweeps_artifacts(blueprint: Blueprint, monkeypatch: p
     assert write.value is not None
     await store.put(write.table, write.id, write.value)
     await store.put("system/tenants", "local", b"")
-    checkpoints = Checkpoints(blueprint.config.checkpoints.dir)
+    checkpoints = Checkpoints.open(blueprint.config.checkpoints)
     young, old = (artifact_id("local", "s:train:0", ArtifactKind.SNAPSHOT, seq=seq, token=1) for seq in (1, 2))
     for artifact in (young, old):
         checkpoints.write(artifact, {"file": b"x"})

@@ -11,7 +11,7 @@ from tinsmith import telemetry
 from tinsmith.deployments.sampling_backend import PATIENCE_STEPS, QUEUE_AHEAD, SamplingBackend
 from tinsmith.engines.base import Drawn, Files, Ticket
 from tinsmith.protocol.errors import GateUnavailable, InputTokensExceeded, NotFound, ReasonCode, StateContention, TinsmithError
-from tinsmith.protocol.futures import Outcome
+from tinsmith.protocol.futures import Outcome, SampledTokens
 from tinsmith.protocol.inputs import ModelInput, TextChunk
 from tinsmith.protocol.sampling import Sample, SampledSequence, SampleOutput, SamplingParams, StopReason
 from tinsmith.queue.gate import TRANSFER_S, Gate
@@ -24,7 +24,7 @@ MAX_ROWS = 5
 def work(rid: str, adapter: str | None = None, num_samples: int = 1, *, is_watched: bool = False) -> Work:
     prompt = ModelInput((TextChunk(array("i", [1]).tobytes()),))
     sample = Sample(prompt=prompt, params=SamplingParams(seed=0), num_samples=num_samples, adapter=adapter)
-    return Work(rid, sample, is_watched)
+    return Work(rid, sample, is_watched, tenant="their-tenant")
 
 
 class ScriptedEngine:
@@ -35,6 +35,7 @@ class ScriptedEngine:
     def __init__(self) -> None:
         self.adapters: dict[str, Files] = {}
         self.requests: dict[Ticket, Sample] = {}
+        self.scopes: list[str] = []
         self.done: set[str] = set()
         self.poison: str | None = None
         self.refusal: TinsmithError | None = None
@@ -62,11 +63,12 @@ class ScriptedEngine:
             del self.adapters[min(idle)]
         self.adapters[key] = files
 
-    def add(self, ticket: Ticket, sample: Sample) -> None:
+    def add(self, ticket: Ticket, sample: Sample, scope: str = "") -> None:
         if self.refusal is not None:
             raise self.refusal
         assert ticket not in self.requests
         self.requests[ticket] = sample
+        self.scopes.append(scope)
 
     def cancel(self, ticket: Ticket) -> None:
         self.requests.pop(ticket, None)
@@ -158,12 +160,13 @@ def reasons(finished: Sequence[Finished]) -> dict[str, ReasonCode | None]:
 async def test_samples_run_off_the_loop_and_their_answers_are_encoded(backend: SamplingBackend, engine: ScriptedEngine) -> None:
     assert backend.is_idle
     assert await backend.admit([work("a"), work("b")]) == []
+    assert engine.scopes == ["their-tenant"] * 2, "what was computed of a prompt stays with its tenant"
     assert not backend.is_idle
     engine.done = {"a"}
-    assert await steps(backend) == {"a": Outcome(result=b"tokens:7")}
+    assert await steps(backend) == {"a": Outcome(result=b"tokens:7", sampled=SampledTokens(num_prompt=1, num_cached=0, num_drawn=1))}
     assert backend.room() == MAX_ROWS + QUEUE_AHEAD - 1
     engine.done = {"b"}
-    assert await steps(backend) == {"b": Outcome(result=b"tokens:7")}
+    assert await steps(backend) == {"b": Outcome(result=b"tokens:7", sampled=SampledTokens(num_prompt=1, num_cached=0, num_drawn=1))}
     assert backend.is_idle
     assert threading.current_thread().name not in engine.threads
 

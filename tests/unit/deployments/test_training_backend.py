@@ -30,6 +30,7 @@ from tinsmith.protocol.training import (
 from tinsmith.protocol.wire import decode_compute_output
 from tinsmith.queue.executor import Ready
 from tinsmith.state.catalog import checkpoint_write, model_write
+from tinsmith.state.inflight import InflightTargets
 from tinsmith.state.lanes import Entry, LaneInfo
 
 INFO = LaneInfo(
@@ -202,6 +203,25 @@ async def test_an_ephemeral_sampler_save_makes_a_sampling_session_and_no_path(ba
     assert reason_of(await backend.run(SaveWeightsForSampler())) is ReasonCode.VALIDATION_FAILED
 
 
+async def test_inflight_saves_of_a_model_share_what_the_newest_saved(backend: Backend) -> None:
+    targets = InflightTargets(backend.world.store)
+    records = []
+    for number in range(3):
+        await backend.run(train(1, 2))
+        sampler_id = f"{SESSION}:sample:{number}"
+        outcome = await backend.run(SaveWeightsForSampler(sampling_session_id=sampler_id, mode="inflight"))
+        assert result_of(outcome) == {"sampling_session_id": sampler_id}
+        before = await targets.of_model(TENANT, lane_of())
+        backend.world.store.apply(outcome.writes)
+        records.append(await sampler_of(backend, sampler_id))
+        assert records[-1].artifact == outcome.artifact
+        assert (await targets.of_model(TENANT, lane_of()))[-1:] != before, "the target moves with the settle"
+    owns = [record.inflight for record in records if record.inflight is not None]
+    assert [(await targets.current(own)).artifact for own in owns] == [records[-1].artifact] * 3
+    await backend.run(SaveWeightsForSampler(sampling_session_id=f"{SESSION}:sample:9"))
+    assert (await targets.current(owns[0])).artifact == records[-1].artifact, "a snapshot moves nothing"
+
+
 async def sampler_of(backend: Backend, sampler_id: str) -> SamplerRecord:
     return await backend.world.catalog.sampler(TENANT, sampler_id)
 
@@ -279,7 +299,7 @@ async def test_a_load_that_fails_leaves_no_trace(backend: Backend, is_new: bool)
     sampler = await backend.run(SaveWeightsForSampler(name="mine"))
     assert save.artifact is not None
     assert sampler.artifact is not None
-    broken = backend.world.checkpoints.file(save.artifact, "optimizer.safetensors")
+    broken = backend.world.root / save.artifact / "optimizer.safetensors"
     broken.write_bytes(broken.read_bytes()[:-4])
     before = engine.capture(lane_of(), Contents.SNAPSHOT)
     info = replace(INFO, lane=lane_of(1)) if is_new else INFO
@@ -289,6 +309,27 @@ async def test_a_load_that_fails_leaves_no_trace(backend: Backend, is_new: bool)
     assert engine.capture(lane_of(), Contents.SNAPSHOT) == before
     assert engine.residents == {lane_of()}
     engine.create_adapter("another", LORA)
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+async def test_a_load_that_the_storage_refuses_leaves_the_adapter_as_it_was(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch, is_new: bool
+) -> None:
+    def refuse(artifact: str) -> None:
+        raise OSError(errno.EIO, "bucket/secret is away")
+
+    await backend.run(train(1, 2))
+    save = await backend.run(SaveWeights(name="mine"))
+    assert save.artifact is not None
+    before = backend.replica.engine.capture(lane_of(), Contents.SNAPSHOT)
+    monkeypatch.setattr(backend.world.checkpoints, "read", refuse)
+    load = LoadWeights(path=PATH, artifact=save.artifact, optimizer=True, lora=LORA if is_new else None)
+    outcome = await backend.run(load, replace(INFO, lane=lane_of(1)) if is_new else INFO)
+    assert outcome.failure is not None
+    assert (outcome.failure.reason, outcome.is_tainted) == (ReasonCode.INTERNAL_ERROR, False)
+    assert ("load again" in outcome.failure.message, "secret" in outcome.failure.message) == (True, False)
+    assert backend.replica.engine.capture(lane_of(), Contents.SNAPSHOT) == before
+    assert backend.replica.engine.residents == {lane_of()}
 
 
 @pytest.mark.parametrize(

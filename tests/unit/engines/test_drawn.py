@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import pytest
 
 from tinsmith.engines.base import Drawn, SamplingEngine
-from tinsmith.engines.fake import FakeSamplingEngine
+from tinsmith.engines.fake_sampler import FakeSamplingEngine
 from tinsmith.engines.hf_sampler import HfSampler
 from tinsmith.protocol.capabilities import SAMPLING_ENGINES
 from tinsmith.protocol.inputs import ModelInput, TextChunk

@@ -13,8 +13,9 @@ from safetensors.numpy import save
 
 from tests.fakes.training import LORA, int64, model_input, optim, train
 from tinsmith.engines.base import Answer, Contents, Job
-from tinsmith.engines.fake import FakeSamplingEngine, FakeTrainingEngine
+from tinsmith.engines.fake import FakeTrainingEngine
 from tinsmith.engines.fake_faults import EXIT_CODE, FAULT_TOKEN, Fault
+from tinsmith.engines.fake_sampler import FakeSamplingEngine
 from tinsmith.protocol.errors import InputTokensExceeded, NotFound, TinsmithError, ValidationFailed
 from tinsmith.protocol.inputs import Datum
 from tinsmith.protocol.sampling import Sample, SampleOutput, SamplingParams, StopReason

@@ -5,8 +5,9 @@ import pytest
 from tests.fakes.training import LORA, optim, train
 from tinsmith.engines import fake_faults
 from tinsmith.engines.base import Contents, Job
-from tinsmith.engines.fake import FakeSamplingEngine, FakeTrainingEngine
+from tinsmith.engines.fake import FakeTrainingEngine
 from tinsmith.engines.fake_faults import SEEDED_OPERATIONS, Fault, fault_seed
+from tinsmith.engines.fake_sampler import FakeSamplingEngine
 from tinsmith.protocol.errors import ValidationFailed
 from tinsmith.protocol.training import LoraConfig
 

@@ -21,7 +21,15 @@ from tinsmith.protocol.losses import LOSSES
 from tinsmith.protocol.tensors import Tensor, float32_values
 from tinsmith.protocol.training import AdamParams, Compute, ComputeOutput, LrSchedule, OptimOutput, OptimStep, SgdParams, TrainStep
 
-ALL_INPUTS = {"target_tokens": int64(2, 3), "logprobs": float32(-1, -2), "advantages": float32(1, -1), "weights": float32(0.5, 2)}
+ALL_INPUTS = {
+    "target_tokens": int64(2, 3),
+    "logprobs": float32(-1, -2),
+    "advantages": float32(1, -1),
+    "weights": float32(0.5, 2),
+    "clip_low_threshold": float32(0.9, 0),
+    "clip_high_threshold": float32(1, 3),
+    "sequence_ratio_mask": float32(1, 0),
+}
 
 
 def datum(loss_fn: str, *tokens: int) -> Datum:
@@ -232,6 +240,14 @@ def test_sgd_moves_by_its_buffer() -> None:
     zero = Compute((Datum(model_input(1), {"target_tokens": int64(2), "weights": float32(0)}),), "cross_entropy", {}, backward=True)
     run(engine, zero, OptimStep(optimizer=SgdParams(learning_rate=1.0, momentum=0.5)))
     assert engine.weights("m")[2] == pytest.approx(1.5 * moved)
+
+
+def test_a_clip_norm_below_0_clips_nothing() -> None:
+    engine = FakeTrainingEngine()
+    for model, norm in (("off", 0.0), ("below", -1.0), ("on", 1e-3)):
+        engine.create_adapter(model, LORA)
+        run(engine, train(1, 2, 3), OptimStep(optimizer=SgdParams(grad_clip_norm=norm)), model=model)
+    assert engine.weights("off") == engine.weights("below") != engine.weights("on")
 
 
 def test_numbers_are_checked_as_elsewhere() -> None:

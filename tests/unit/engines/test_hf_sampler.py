@@ -5,6 +5,7 @@ import math
 import warnings
 from array import array
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from tinsmith.protocol.errors import InputTokensExceeded, InternalError, NotFoun
 from tinsmith.protocol.inputs import Datum, ModelInput, TextChunk
 from tinsmith.protocol.sampling import Sample, SampleOutput, SamplingParams, StopReason
 from tinsmith.protocol.sessions import BaseModelInfo
-from tinsmith.protocol.tensors import DType, Tensor, float32_values
+from tinsmith.protocol.tensors import DType, Tensor, float32_values, int64_values
 from tinsmith.protocol.training import AdamParams, Compute, ComputeOutput, OptimStep
 from tinsmith.protocol.training import LoraConfig as TrainedLora
 from tinsmith.text.tokenizer import Tokenizer
@@ -165,6 +166,54 @@ def test_logprobs_equal_a_teacher_forced_pass(
         assert row is not None
         assert [token for token, _ in row] == best.indices.tolist()
         assert [value for _, value in row] == pytest.approx(best.values.tolist(), abs=1e-4)
+
+
+def test_targets_best_and_alternatives_equal_a_teacher_forced_pass(
+    sampler: HfSampler, base: PreTrainedModel, adapters: dict[str, Path], tiny_model: BaseModelInfo
+) -> None:
+    """Over a prompt of several chunks; alternatives and samples at another temperature than the scores."""
+    tokens = prompt(300)
+    ids = [[tokens[row + 1], 17 if row % 2 else -1] for row in range(299)]
+    targets = Tensor(DType.INT64, (299, 2), array("q", [token for row in ids for token in row]).tobytes())
+    asked = replace(
+        request(tokens, adapter="all", temperature=0.5, max_tokens=4),
+        target_prompt_logprobs=targets,
+        prompt_alt_tokens_k=3,
+        topk_sample_logprobs=2,
+    )
+    output = alone(sampler, asked)
+    model = reference(base, adapters["all"], tiny_model)
+    sequence = output.sequences[0]
+    raw = teacher_forced(model, tokens + sequence.tokens)
+    tempered = torch.log_softmax(raw / 0.5, -1)
+    assert output.target_prompt_logprobs is not None
+    expected = [0.0 if token == -1 else float(raw[row, token]) for row, pair in enumerate(ids) for token in pair]
+    assert list(float32_values(output.target_prompt_logprobs.data)) == pytest.approx(expected, abs=1e-4)
+    assert output.prompt_alt_tokens is not None
+    drawn = torch.tensor(list(int64_values(output.prompt_alt_tokens.tokens.data))).view(299, 3)
+    told = torch.tensor(list(float32_values(output.prompt_alt_tokens.logprobs.data))).view(299, 3)
+    torch.testing.assert_close(told, tempered[:299].gather(1, drawn), atol=2e-4, rtol=0)
+    assert sequence.topk_logprobs is not None
+    for index, best in enumerate(sequence.topk_logprobs):
+        top = torch.topk(tempered[299 + index], 2)
+        assert best is not None
+        assert [token for token, _ in best] == top.indices.tolist()
+        assert [value for _, value in best] == pytest.approx(top.values.tolist(), abs=2e-4)
+
+
+def test_penalties_count_each_sequence_by_itself(sampler: HfSampler, base: PreTrainedModel) -> None:
+    """Greedy, against a loop that recomputes everything."""
+    penalties = {"frequency_penalty": 0.7, "presence_penalty": 0.4}
+    outputs = alone(sampler, request(prompt(9), num_samples=2, temperature=0, max_tokens=12, **penalties)).sequences
+    tokens: list[int] = []
+    for _ in range(12):
+        logits = teacher_forced(base, prompt(9) + tokens)[-1]
+        for token in set(tokens):
+            logits[token] -= 0.7 * tokens.count(token) + 0.4
+        tokens.append(int(logits.argmax()))
+    assert [sequence.tokens for sequence in outputs] == [tokens, tokens]
+    free = alone(sampler, request(prompt(9), temperature=0, max_tokens=12)).sequences[0]
+    assert len(set(free.tokens)) < len(set(tokens))
 
 
 def test_an_adapter_changes_the_result_and_its_absence_costs_nothing(sampler: HfSampler) -> None:
@@ -404,10 +453,12 @@ def test_a_diverged_adapter_fails_its_own_requests_only(sampler: HfSampler, make
     sampler.load_adapter("huge", huge)
     sampler.add("good", request(prompt(9), seed=1, max_tokens=12))
     sampler.add("bad", request(prompt(9), num_samples=2, adapter="huge", max_tokens=12))
+    sampler.add("scored", request(prompt(300), adapter="huge", prompt_logprobs=True))
     answers: dict[str, SampleOutput | TinsmithError] = {}
     while sampler.num_live:
         answers.update(sampler.step())
     assert isinstance(answers["bad"], ValidationFailed)
+    assert isinstance(answers["scored"], ValidationFailed)
     assert answers["good"] == expected
     assert alone(sampler, request(prompt(9), seed=1, max_tokens=12)) == expected
 

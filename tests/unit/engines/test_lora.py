@@ -203,6 +203,35 @@ def test_the_reported_norm_is_that_before_clipping() -> None:
     assert norms == [pytest.approx(0.5), pytest.approx(1.20415946)]
 
 
+@pytest.mark.parametrize("params", [AdamParams(learning_rate=0.1, grad_clip_norm=-1.0), AdamParams(learning_rate=0.1)])
+def test_a_clip_norm_of_0_or_less_clips_nothing(params: AdamParams) -> None:
+    """With eps 1 the size of a gradient shows in the step."""
+    found, _ = stepped(params.model_copy(update={"eps": 1.0}), [3e4, -4e4, 0.0])
+    torch.testing.assert_close(found.weights_P, torch.tensor([0.9, -1.9, 0.5]), rtol=1e-4, atol=0)
+    assert found.moments is not None
+    torch.testing.assert_close(found.moments.exp_avg_P, torch.tensor([3e3, -4e3, 0.0]))
+
+
+def test_hyperparameters_may_change_at_every_step_as_in_torch() -> None:
+    """The correction of the bias takes the new betas to the power of all steps."""
+    torch.manual_seed(2)
+    parameter = nn.Parameter(torch.randn(32))
+    adapter = adapter_of(parameter.tolist())
+    optimizer = torch.optim.AdamW([parameter])
+    for params in (
+        AdamParams(learning_rate=0.1),
+        AdamParams(learning_rate=0.01, beta1=0.5, beta2=0.7, eps=1e-3),
+        AdamParams(learning_rate=0.2, weight_decay=0.3),
+    ):
+        parameter.grad = torch.randn(32)
+        group = {"lr": params.learning_rate, "betas": (params.beta1, params.beta2), "eps": params.eps, "weight_decay": params.weight_decay}
+        optimizer.param_groups[0].update(group)
+        optimizer.step()
+        adapter.accumulate(parameter.grad.clone())
+        adapter.step(params)
+        torch.testing.assert_close(adapter.weights_P, parameter.data, rtol=1e-6, atol=1e-7)
+
+
 def test_gradients_of_several_commands_add() -> None:
     adapter = adapter_of([1.0, 1.0, 1.0])
     adapter.accumulate(torch.tensor(G1))

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.unit.engines.datums import array, compute, datum, ints, rollout, supervised, tensor
+from tests.unit.engines import loss_cases
+from tests.unit.engines.datums import array, compute, datum, ints, supervised, tensor
 from tests.unit.engines.peft import computed, refused, run, state
 from tinsmith.engines import batch, lora, passes
 from tinsmith.engines.batch import Example
@@ -38,9 +39,9 @@ LENGTHS = (5, 31, 12, 1)
 
 def data_of(loss_fn: str, seed: int = 0) -> list[Datum]:
     rng = np.random.default_rng(seed)
-    full = [rollout(rng, length) if loss_fn == "importance_sampling" else supervised(rng, length) for length in LENGTHS]
-    if loss_fn == "importance_sampling":
-        full = [replace(one, loss_fn_inputs=one.loss_fn_inputs | {"weights": tensor(rng.random(len(one.model_input)))}) for one in full]
+    if loss_fn in loss_cases.LOSSES:
+        return loss_cases.data_of(loss_fn, LENGTHS, seed)
+    full = [supervised(rng, length) for length in LENGTHS]
     return [replace(one, loss_fn_inputs={name: one.loss_fn_inputs[name] for name in LOSSES[loss_fn].inputs}) for one in full]
 
 
@@ -113,7 +114,7 @@ def test_a_loss_reads_exactly_the_inputs_that_are_declared(engine: PeftEngine, l
 # Evaluation
 
 
-@pytest.mark.parametrize("loss_fn", ["cross_entropy", "importance_sampling", "dpo"])
+@pytest.mark.parametrize("loss_fn", sorted(set(LOSSES) - {"infonce"}))
 def test_an_evaluation_answers_sums_that_follow_from_a_forward(engine: PeftEngine, loss_fn: str) -> None:
     before, data = state(engine, "m"), data_of(loss_fn)
     forward = computed(engine, "m", compute(data, loss_fn, backward=False))

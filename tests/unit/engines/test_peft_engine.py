@@ -261,6 +261,18 @@ def test_a_step_with_nothing_accumulated_succeeds_and_changes_nothing(engine: Pe
     assert state(engine, "m") == before
 
 
+def test_the_first_gradient_of_a_is_exactly_0_and_moves_nothing(engine: PeftEngine) -> None:
+    """B is 0 then; an eps as small as the default would make a full step of any noise."""
+    engine.create_adapter("m", LORA)
+    start = {name: values.clone() for name, values in factors(engine, "m").items()}
+    run(engine, "m", compute(examples("cross_entropy")))
+    gradients = factors(engine, "m", gradients=True)
+    assert all(values.any() == ("lora_B" in name) for name, values in gradients.items())
+    run(engine, "m", OptimStep(optimizer=AdamParams()))
+    for name, values in factors(engine, "m").items():
+        assert torch.equal(values, start[name]) == ("lora_A" in name)
+
+
 def test_positive_advantages_raise_logprobs_and_negative_ones_lower_them(engine: PeftEngine) -> None:
     for sign in (1.0, -1.0):
         engine.create_adapter("m", LORA)

@@ -15,10 +15,10 @@ HEADS, DIM = 2, 4
 
 
 def prefilled(num_tokens: int, value: float) -> PromptCache:
-    cache = PromptCache(num_tokens)
+    cache = PromptCache()
     keys = torch.full((1, HEADS, num_tokens, DIM), value)
     cache.update(keys, keys, 0)
-    cache.filled = num_tokens
+    cache.end_chunk(num_tokens)
     return cache
 
 
@@ -89,16 +89,32 @@ def test_a_wiped_row_leaves_no_poison_behind() -> None:
 
 
 def test_prompt_chunks_see_everything_before_them() -> None:
-    cache = PromptCache(5)
+    cache = PromptCache()
     assert cache.mask(3, CPU) is None
     cache.update(torch.ones(1, HEADS, 3, DIM), torch.ones(1, HEADS, 3, DIM), 0)
-    cache.filled = 3
+    chunk = cache.end_chunk(3)
     assert cache.get_seq_length() == 3
+    assert (chunk.num_tokens, chunk.num_bytes) == (3, 2 * HEADS * 3 * DIM * 4)
     mask = cache.mask(2, CPU)
     assert mask is not None
     assert mask[0, 0].tolist() == [[True] * 4 + [False], [True] * 5]
     keys, values = cache.update(torch.zeros(1, HEADS, 2, DIM), torch.zeros(1, HEADS, 2, DIM), 0)
     assert keys[0, 0, :, 0].tolist() == values[0, 0, :, 0].tolist() == [1, 1, 1, 0, 0]
+
+
+def test_a_shared_chunk_is_read_and_placed_like_a_computed_one() -> None:
+    first = prefilled(3, 1.0)
+    second = PromptCache()
+    second.append(first.chunks[0])
+    new = torch.full((1, HEADS, 2, DIM), 2.0)
+    keys, _ = second.update(new, new, 0)
+    assert keys[0, 1, :, 0].tolist() == [1, 1, 1, 2, 2]
+    assert keys.is_contiguous()
+    second.end_chunk(2)
+    rows = RowCache(4, CPU)
+    rows.place(second)
+    assert seen(rows, 0) == [1.0] * 3 + [2.0] * 2 + [0.5]
+    assert first.filled == 3, "the prompt that it was computed for has it too"
 
 
 def test_grouped_attention_equals_repeated_heads() -> None:

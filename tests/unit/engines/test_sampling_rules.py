@@ -8,13 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tinsmith.engines.sampling_rules import Draw, NonFiniteLogits, candidates, draw, uniform
+from tinsmith.engines.sampling_rules import Draw, LogprobMode, NonFiniteLogits, alternative_uniform, candidates, draw, uniform
 from tinsmith.protocol.sampling import SamplingParams
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0])
 
 
-def params(**settings: float) -> SamplingParams:
+def params(**settings: object) -> SamplingParams:
     return SamplingParams.model_validate({"seed": 0} | settings)
 
 
@@ -143,3 +143,58 @@ def test_uniform_numbers_depend_on_each_argument() -> None:
     assert all(0 <= number < 1 for number in numbers)
     assert sum(numbers) / len(numbers) == pytest.approx(0.5, abs=0.03)
     assert uniform(1, 2, 3) == uniform(1, 2, 3)
+
+
+def test_the_best_are_those_of_the_distribution_drawn_from() -> None:
+    drawn = draw(LOGITS, 3, params(temperature=0.5), 0.0, "tempered", num_best=2)
+    assert drawn.best is not None
+    assert [token for token, _ in drawn.best] == [0, 1]
+    assert [value for _, value in drawn.best] == pytest.approx([-0.14293163, -2.14293163])
+    assert drawn.best[0] == (drawn.token, drawn.logprob)
+    filtered = draw(LOGITS, 3, params(temperature=0.5, top_k=2), 0.0, "tempered", num_best=9)
+    assert filtered.best is not None
+    assert [value for _, value in filtered.best] == pytest.approx([-0.12692801, -2.12692801]), "what was filtered out is not told"
+    assert draw(LOGITS, 3, params(), 0.0, "tempered").best is None
+
+
+@pytest.mark.parametrize(("mode", "temperature"), [("raw", 0.5), ("tempered", 0), ("raw", 0)])
+def test_the_best_of_raw_and_greedy_are_the_models_own(mode: LogprobMode, temperature: float) -> None:
+    drawn = draw(LOGITS, 3, params(temperature=temperature, top_k=1), 0.0, mode, num_best=3)
+    assert drawn.best is not None
+    assert [value for _, value in drawn.best] == pytest.approx([-0.40760596, -1.40760596, -2.40760596])
+    assert drawn.best[0] == (drawn.token, drawn.logprob)
+
+
+def test_of_equally_good_ones_the_lower_ids_come_first_and_none_without_mass() -> None:
+    drawn = draw(torch.tensor([0.0, 2.0, -math.inf, 2.0, 0.0, 9.0]), 5, params(), 0.0, "tempered", num_best=9)
+    assert drawn.best is not None
+    assert [token for token, _ in drawn.best] == [1, 3, 0, 4], "nor the padding"
+
+
+def test_penalties_change_what_is_drawn_and_its_logprob() -> None:
+    settings = params(frequency_penalty=0.5, presence_penalty=1.0)
+    penalised = torch.log_softmax(torch.tensor([2.0 - 2 * 0.5 - 1.0, 1.0 - 0.5 - 1.0, 0.0]).double(), 0)
+    for token in range(3):
+        drawn = next(
+            drawn
+            for step in range(1000)
+            if (drawn := draw(LOGITS, 3, settings, step / 1000, "tempered", counts={0: 2, 1: 1}, num_best=3)).token == token
+        )
+        assert drawn.logprob == pytest.approx(float(penalised[token]))
+        assert drawn.best is not None
+        assert dict(drawn.best) == {token: pytest.approx(float(value)) for token, value in enumerate(penalised)}
+    assert LOGITS.tolist() == [2.0, 1.0, 0.0], "the logits themselves stay"
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_the_raw_logprob_is_that_before_the_penalties(temperature: float) -> None:
+    settings = params(temperature=temperature, logit_bias={2: 100.0})
+    drawn = draw(LOGITS, 3, settings, 0.5, "raw", counts={0: 4})
+    assert (drawn.token, drawn.logprob) == (2, pytest.approx(-2.40760596))
+
+
+def test_numbers_for_alternatives_are_none_of_a_sample() -> None:
+    drawn = {uniform(1, index, position) for index in range(30) for position in range(30)}
+    alternatives = {alternative_uniform(1, position, index) for index in range(30) for position in range(30)}
+    assert len(alternatives) == 900
+    assert not drawn & alternatives

@@ -3,10 +3,12 @@
 import asyncio
 import json
 from array import array
+from collections.abc import Awaitable, Callable
 
 import pytest
 
-from tests.fakes.face import Face
+from tests.fakes.face import BASE, Face
+from tests.unit.gateway.native.test_streams import SAMPLER
 from tests.unit.gateway.test_sampling import body_of, sampler
 from tests.unit.gateway.test_training import request, send
 from tinsmith.protocol import ids, wire
@@ -16,6 +18,8 @@ from tinsmith.protocol.ids import WorkKind
 from tinsmith.protocol.sampling import SampledSequence, SampleOutput, StopReason
 from tinsmith.protocol.tensors import DType, Tensor
 from tinsmith.protocol.training import ComputeOutput
+from tinsmith.state.inbox import SampleAbort, decode
+from tinsmith.state.lanes import inbox_topic
 
 PROTOBUF = "application/x-protobuf"
 PASS = wire.encode_compute_output(ComputeOutput((Tensor(DType.FLOAT32, (1,), array("f", [0.5]).tobytes()),), {"loss:sum": 1.0}))
@@ -202,6 +206,60 @@ async def test_samples_of_a_session_that_has_ended_are_404(face: Face):
         assert (await face.retrieve(rid)).status_code == 404
 
 
+async def pending_sample(face: Face) -> str:
+    return await sampled(face)
+
+
+async def never_issued_sample(face: Face) -> str:
+    return await face.services.request_id(WorkKind.SAMPLING, "other", "s:sample:0", 1)
+
+
+async def sample_of_an_emptied_store(face: Face) -> str:
+    rid = await sampled(face)
+    await face.store.flush_all()
+    face.services.identity._read_at = float("-inf")  # as a second later
+    return rid
+
+
+async def sample_past_its_retention(face: Face) -> str:
+    rid = await sampled(face)
+    await face.run_samples(Outcome(result=SAMPLE))
+    face.advance(face.lanes.limits.record_kept_ms + 1)
+    await face.lanes.sweep(stuck_ms=10**12, orphan_ms=10**12)
+    return rid
+
+
+async def sample_that_its_caller_has(face: Face) -> str:
+    sampler_id = await sampler(face)
+    rid = str((await face.ok("/asample", body_of(sampler_id)))["request_id"])
+    await face.run_samples(Outcome(result=SAMPLE))
+    target = {"type": "sampling_session", "sampling_session_id": sampler_id}
+    await face.ok("/retrieve_futures", {"target": target, "timeout": 0, "retrieved_request_ids": [rid]})
+    return rid
+
+
+async def sample_of_a_session_that_has_ended(face: Face) -> str:
+    rid = await sampled(face)
+    for record in await face.services.catalog.sessions("local"):
+        await face.ok(f"/sessions/{record.session_id}/finish", {})
+    return rid
+
+
+@pytest.mark.parametrize(
+    ("case", "status"),
+    [
+        (pending_sample, 408),
+        (never_issued_sample, 404),
+        (sample_of_an_emptied_store, 410),
+        (sample_past_its_retention, 410),
+        (sample_that_its_caller_has, 410),
+        (sample_of_a_session_that_has_ended, 404),
+    ],
+)
+async def test_what_a_sample_answers_that_has_no_result(face: Face, case: Callable[[Face], Awaitable[str]], status: int):
+    assert (await face.retrieve(await case(face), PROTOBUF)).status_code == status
+
+
 async def test_an_unload_that_never_was_is_404(face: Face):
     model_id = await face.model()
     rid = await face.services.request_id(WorkKind.CONTROL, "local", model_id, "unload")
@@ -239,6 +297,15 @@ async def test_cancel_reports_what_has_started_unchanged(face: Face):
     model_id, rid = await step(face)
     await face.take(model_id, 1)
     assert await face.ok("/cancel_future", {"request_id": rid}) == {"cancelled": False, "state": "running"}
+
+
+async def test_cancel_of_a_sample_that_runs_tells_its_sampler_to_stop(face: Face):
+    await face.lanes.renew(SAMPLER)
+    rid = await sampled(face)
+    (entry,) = await face.lanes.pool_take(BASE, SAMPLER.id, 1, 1_000_000)
+    assert await face.ok("/cancel_future", {"request_id": rid}) == {"cancelled": False, "state": "running"}
+    wake = await face.lanes.wait({inbox_topic(SAMPLER.id): 0}, 1.0)
+    assert [decode(text) for text in wake.events[inbox_topic(SAMPLER.id)]] == [SampleAbort(rid=entry.rid)]
 
 
 async def test_cancel_of_an_unknown_id_is_404(face: Face):

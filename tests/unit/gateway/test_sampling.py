@@ -1,11 +1,17 @@
 """Sampling at the face."""
 
+from array import array
+
 import pytest
 
-from tests.fakes.face import BASE, WORKER, Face
+from tests.fakes.face import BASE, WORKER, Face, open_face
 from tests.unit.gateway.test_weights import keep
 from tinsmith.protocol.sampling import MAX_STOPS
-from tinsmith.protocol.sessions import CheckpointKind
+from tinsmith.protocol.sessions import CheckpointKind, InflightTarget, SamplerRecord
+from tinsmith.protocol.tensors import Csr, DType, Tensor
+from tinsmith.state.catalog import sampler_write
+from tinsmith.state.feeds import CLIENT_SPAN
+from tinsmith.state.inflight import InflightTargets, target_writes
 
 
 async def sampler(face: Face, **changes: object) -> str:
@@ -103,8 +109,30 @@ async def test_asample_queues_and_numbers_its_sequences(face: Face):
         "top_k": 3,
         "top_p": 0.5,
         "stop": ("a", "b"),
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "logit_bias": {},
     }
     assert (sample.num_samples, sample.adapter, sample.prompt_logprobs, sample.topk_prompt_logprobs) == (2, None, True, 2)
+
+
+async def test_everything_that_may_be_asked_of_a_prompt_reaches_the_sampler(face: Face):
+    sampler_id = await sampler(face)
+    targets = {"data": [3, 4], "dtype": "int64", "shape": [2, 3], "sparse_crow_indices": [0, 1, 2], "sparse_col_indices": [2, 0]}
+    asked = {"prompt_logprobs": True, "prompt_logprobs_last_n": 2, "prompt_alt_tokens_k": 3, "topk_sample_logprobs": 4}
+    await face.ok("/asample", body_of(sampler_id, prompt=prompt(1, 2, 3), target_prompt_logprobs=targets, **asked))
+    (sample,) = await face.take_samples()
+    assert {name: getattr(sample, name) for name in asked} == asked
+    csr = Csr(array("q", [0, 1, 2]).tobytes(), array("q", [2, 0]).tobytes())
+    assert sample.target_prompt_logprobs == Tensor(DType.INT64, (2, 3), array("q", [3, 4]).tobytes(), csr)
+
+
+async def test_explicit_nulls_and_false_ask_for_nothing(face: Face):
+    sampler_id = await sampler(face)
+    unset = {"target_prompt_logprobs": None, "prompt_logprobs_last_n": None, "record_stability_info": False}
+    await face.ok("/asample", body_of(sampler_id, **unset))
+    (sample,) = await face.take_samples()
+    assert (sample.target_prompt_logprobs, sample.prompt_logprobs_last_n) == (None, None)
 
 
 @pytest.mark.proves("R69")
@@ -152,11 +180,17 @@ async def test_an_unseeded_sample_gets_a_seed_that_a_repeat_finds_again(face: Fa
         ({"num_samples": 0}, "num_samples"),
         ({"num_samples": 5000}, "num_samples"),
         ({"topk_prompt_logprobs": 5000}, "topk_prompt_logprobs"),
-        ({"topk_sample_logprobs": 3}, "topk_sample_logprobs"),
+        ({"topk_sample_logprobs": -1}, "topk_sample_logprobs"),
+        ({"topk_sample_logprobs": 5000}, "topk_sample_logprobs"),
         ({"target_prompt_logprobs": {"data": [1], "dtype": "int64"}}, "target_prompt_logprobs"),
-        ({"prompt_alt_tokens_k": 1}, "prompt_alt_tokens_k"),
+        ({"target_prompt_logprobs": {"data": [1], "dtype": "int64", "shape": [1, 2]}}, "target_prompt_logprobs"),
+        ({"target_prompt_logprobs": {"data": [100], "dtype": "int64", "shape": [1, 1]}}, "target_prompt_logprobs"),
+        ({"target_prompt_logprobs": {"data": [-1], "dtype": "int64", "shape": [1, 1]}}, "target_prompt_logprobs"),
+        ({"prompt_alt_tokens_k": -1}, "prompt_alt_tokens_k"),
+        ({"prompt_alt_tokens_k": 5000}, "prompt_alt_tokens_k"),
         ({"prompt_logprobs_last_n": 1}, "prompt_logprobs_last_n"),
-        ({"record_stability_info": True}, "record_stability_info"),
+        ({"prompt_logprobs": True, "prompt_logprobs_last_n": 2}, "prompt_logprobs_last_n"),
+        ({"record_stability_info": True}, "with the losses cispo or ppo"),
         ({"seq_id": None}, "seq_id"),
         ({"seq_id": -1}, "seq_id"),
         ({"seq_id": 2**63}, "seq_id"),
@@ -175,3 +209,85 @@ async def test_samples_of_unknown_and_ended_sessions_are_refused(face: Face):
     sampler_id = await sampler(face)
     await face.ok(f"/sessions/{sampler_id.partition(':')[0]}/finish", {})
     assert (await face.post("/asample", body_of(sampler_id))).status_code == 410
+
+
+# Clients that join
+
+
+async def test_clients_that_join_get_numbers_and_count_from_them(face: Face):
+    sampler_id = await sampler(face)
+    numbers = [(await face.ok("/join_sampling_session", {"sampling_session_id": sampler_id}))["client_counter"] for _ in range(2)]
+    assert numbers == [1, 2]
+    for seq_id in (0, 7, CLIENT_SPAN + 3, 2 * CLIENT_SPAN, 10**9 * CLIENT_SPAN):
+        await face.ok("/asample", body_of(sampler_id, seq_id=seq_id))
+    assert len(await face.take_samples()) == 5
+
+
+async def test_only_a_live_sampling_session_of_the_caller_is_joined(face: Face):
+    assert (await face.post("/join_sampling_session", {"sampling_session_id": "nope:sample:0"})).status_code == 404
+    sampler_id = await sampler(face)
+    await face.ok(f"/sessions/{sampler_id.partition(':')[0]}/finish", {})
+    assert (await face.post("/join_sampling_session", {"sampling_session_id": sampler_id})).status_code == 410
+
+
+# Holding back
+
+
+async def test_a_full_pool_asks_its_clients_to_hold_back_and_takes_the_same_seq_id_later():
+    async with open_face(limits={"max_pending_samples": 2}) as face:
+        sampler_id = await sampler(face)
+        for seq_id in (0, 1):
+            await face.ok("/asample", body_of(sampler_id, seq_id=seq_id), x_tinker_sampling_backpressure="1")
+        kept = face.num_kept()
+        third = body_of(sampler_id, seq_id=2)
+        for _ in range(3):
+            refused = await face.post("/asample", third, x_tinker_sampling_backpressure="1")
+            assert (refused.status_code, refused.json()["reason"]) == (429, "resource_quota_exceeded")
+            assert int(refused.headers["retry-after"]) >= 1
+        assert face.num_kept() == kept
+        repeat = await face.post("/asample", body_of(sampler_id, seq_id=1), x_tinker_sampling_backpressure="1")
+        assert repeat.status_code == 200
+        assert len(await face.take_samples()) == 2
+        assert (await face.post("/asample", third, x_tinker_sampling_backpressure="1")).status_code == 200
+        for seq_id in (3, 4):
+            assert (await face.post("/asample", body_of(sampler_id, seq_id=seq_id))).status_code == 200, "it does not know the header"
+
+
+# Inflight samplers
+
+
+async def save_inflight(face: Face, session_id: str, number: int, seq: int) -> str:
+    """As the settle of such a save leaves it; answers the sampler's id."""
+    model_id, artifact, sampler_id = f"{session_id}:train:0", f"local/m/sampler_weights/{seq}-1", f"{session_id}:sample:{number}"
+    target = InflightTarget(tenant="local", model_id=model_id, seq=seq, artifact=artifact, created_ms=1)
+    record = SamplerRecord(
+        tenant="local", session_id=session_id, sampler_id=sampler_id, base_model=BASE, artifact=artifact, inflight=target, created_ms=1
+    )
+    held = await InflightTargets(face.store).of_model("local", model_id)
+    face.store.apply([sampler_write(record), *target_writes(target, held)])
+    return sampler_id
+
+
+async def test_an_inflight_sampler_samples_from_the_newest_save_of_its_model(face: Face):
+    session_id = await face.session()
+    old = await save_inflight(face, session_id, 0, seq=3)
+    await face.ok("/asample", body_of(old, seq_id=0))
+    new = await save_inflight(face, session_id, 1, seq=8)
+    for sampler_id in (old, new):
+        await face.ok("/asample", body_of(sampler_id, seq_id=1))
+    adapters = [sample.adapter for sample in await face.take_samples()]
+    assert adapters == [f"local/m/sampler_weights/{seq}-1" for seq in (3, 8, 8)]
+
+
+async def test_a_repeat_after_a_newer_inflight_save_is_the_same_sample(face: Face):
+    session_id = await face.session()
+    sampler_id = await save_inflight(face, session_id, 0, seq=3)
+    promise = await face.ok("/asample", body_of(sampler_id, seq_id=0))
+    await save_inflight(face, session_id, 1, seq=8)
+    assert await face.ok("/asample", body_of(sampler_id, seq_id=0)) == promise
+    other = await face.post("/asample", body_of(sampler_id, seq_id=0, num_samples=1))
+    assert (other.status_code, other.json()["reason"]) == (400, "request_rejected")
+    (sample,) = await face.take_samples()
+    assert sample.adapter == "local/m/sampler_weights/3-1"
+    await face.ok("/asample", body_of(sampler_id, seq_id=1))
+    assert await face.ok("/asample", body_of(sampler_id, seq_id=1))

@@ -62,6 +62,13 @@ async def test_save_for_a_sampler_named_and_ephemeral(face: Face):
     assert command == SaveWeightsForSampler(sampling_session_id=f"{session_id}:sample:4")
 
 
+async def test_an_inflight_save_says_so(face: Face):
+    model_id = await face.model()
+    await face.ok("/save_weights_for_sampler", {"model_id": model_id, "seq_id": 1, "sampling_session_seq_id": 4, "kind": "inflight"})
+    sampler_id = f"{model_id.partition(':')[0]}:sample:4"
+    assert await queued(face, model_id) == SaveWeightsForSampler(sampling_session_id=sampler_id, mode="inflight")
+
+
 @pytest.mark.parametrize(
     ("route", "fields", "names"),
     [
@@ -72,8 +79,12 @@ async def test_save_for_a_sampler_named_and_ephemeral(face: Face):
         ("/save_weights_for_sampler", {}, "path, sampling_session_seq_id"),
         ("/save_weights_for_sampler", {"path": "n", "sampling_session_seq_id": 1}, "path, sampling_session_seq_id"),
         ("/save_weights_for_sampler", {"sampling_session_seq_id": -1}, "sampling_session_seq_id"),
-        ("/save_weights_for_sampler", {"sampling_session_seq_id": 1, "kind": "inflight"}, "kind"),
-        ("/save_weights_external", {"path": "n"}, "save_weights_for_sampler"),
+        ("/save_weights_for_sampler", {"sampling_session_seq_id": 1, "kind": "frozen"}, "kind"),
+        ("/save_weights_for_sampler", {"path": "n", "kind": "inflight"}, "kind"),
+        ("/save_weights_external", {}, "path"),
+        ("/save_weights_external", {"path": "../n"}, "path"),
+        ("/save_weights_external", {"path": "n", "ttl_seconds": 60}, "ttl_seconds"),
+        ("/save_weights_external", {"path": "n", "age_encryption_recipients": ["age1xyz"]}, "age_encryption_recipients"),
         ("/load_weights", {"path": "file:///etc/passwd"}, "path"),
         ("/load_weights", {"path": "tinker://s:train:0/weights/none"}, "unknown"),
         ("/load_weights", {}, "path"),
@@ -111,7 +122,8 @@ async def test_load_into_a_new_model_takes_its_shape_from_the_checkpoint(face: F
 @pytest.mark.parametrize(
     ("checkpoint", "body", "names"),
     [
-        ({"kind": CheckpointKind.SAMPLER}, {}, "sampler checkpoint"),
+        ({"kind": CheckpointKind.SAMPLER}, {}, "sampler_weights"),
+        ({"kind": CheckpointKind.EXTERNAL}, {}, "external_weights"),
         ({"base_model": "org/other"}, {}, "org/other"),
         ({"lora": LoraConfig(rank=16, seed=0)}, {}, "LoRA"),
         ({"expires_ms": 1_000_000}, {}, "expired"),

@@ -11,10 +11,12 @@ from tests.fakes.face import BASE, WORKER, Face, open_face
 from tests.unit.gateway.test_weights import keep
 from tinsmith.lifecycle.artifacts import MARGIN_S, ArtifactSweep, min_age_s
 from tinsmith.lifecycle.checkpoints import ArtifactKind, Checkpoints, artifact_id
+from tinsmith.lifecycle.directory_storage import DirectoryStorage
 from tinsmith.lifecycle.sessions import LEADER, SESSION_END_KEPT_MS, end_session
 from tinsmith.protocol.errors import StateContention
-from tinsmith.protocol.sessions import SamplerRecord
-from tinsmith.state.catalog import Catalog, Pin
+from tinsmith.protocol.sessions import InflightTarget, SamplerRecord
+from tinsmith.state.catalog import Catalog, Pin, sampler_write
+from tinsmith.state.inflight import InflightTargets, target_writes
 
 SNAPSHOT, TRAINING, SAMPLER = ArtifactKind.SNAPSHOT, ArtifactKind.TRAINING, ArtifactKind.SAMPLER
 NO_AGE_S = -1.0
@@ -26,6 +28,7 @@ class World:
     """One session with one model whose creation is pending, and a sweep in whose eyes every artifact is old."""
 
     face: Face
+    root: Path
     checkpoints: Checkpoints
     sweep: ArtifactSweep
     model_id: str
@@ -61,6 +64,23 @@ class World:
         )
         await self.face.services.catalog.add_sampler(record)
 
+    async def save_inflight(self, seq: int) -> str:
+        """An inflight save, as its settle leaves it; answers its artifact."""
+        artifact, tenant = self.write(SAMPLER, seq=seq), "local"
+        target = InflightTarget(tenant=tenant, model_id=self.model_id, seq=seq, artifact=artifact, created_ms=self.face.clock[0])
+        record = SamplerRecord(
+            tenant=tenant,
+            session_id=self.session_id,
+            sampler_id=f"{self.session_id}:sample:{seq}",
+            base_model=BASE,
+            artifact=artifact,
+            inflight=target,
+            created_ms=0,
+        )
+        held = await InflightTargets(self.face.store).of_model(tenant, self.model_id)
+        self.face.store.apply([sampler_write(record), *target_writes(target, held)])
+        return artifact
+
     async def load(self, path: str, **address: object) -> None:
         await self.face.ok("/load_weights", {"path": path, "optimizer": True} | address)
 
@@ -80,8 +100,8 @@ class World:
 @pytest.fixture
 async def world(tmp_path: Path) -> AsyncIterator[World]:
     async with open_face() as face:
-        checkpoints = Checkpoints(tmp_path)
-        yield World(face, checkpoints, sweep_of(face, checkpoints), await face.model())
+        checkpoints = Checkpoints(DirectoryStorage(tmp_path))
+        yield World(face, tmp_path, checkpoints, sweep_of(face, checkpoints), await face.model())
 
 
 def sweep_of(face: Face, checkpoints: Checkpoints, *, holder: str = "a", min_age_s: float = NO_AGE_S) -> ArtifactSweep:
@@ -128,6 +148,32 @@ async def test_a_checkpoint_goes_when_it_expires_unless_somebody_samples_from_it
     assert await world.left() == {lost, sampled}
     world.face.advance(5)
     assert await world.left() == {sampled}
+
+
+async def test_of_inflight_saves_the_newest_stays_while_its_session_lives(world: World) -> None:
+    await world.save_inflight(1)
+    second = await world.save_inflight(3)
+    world.face.advance(1)
+    assert await world.left() == {second}
+    await world.face.ok("/unload_model", {"model_id": world.model_id})
+    assert await world.left() == {second}
+    await world.end()
+    assert await world.left() == set()
+
+
+async def test_an_inflight_save_that_was_replaced_stays_for_as_long_as_a_sample_may_wait(world: World) -> None:
+    sweep = sweep_of(world.face, world.checkpoints, min_age_s=100)
+    first, second = await world.save_inflight(1), await world.save_inflight(3)
+    for artifact in (first, second):
+        os.utime(world.root / artifact, (0, 0))
+    world.face.advance(100_000)
+    for _ in range(2):
+        await sweep.run()
+    assert set(world.checkpoints.artifacts()) == {first, second}
+    world.face.advance(1)
+    for _ in range(2):
+        await sweep.run()
+    assert set(world.checkpoints.artifacts()) == {second}
 
 
 async def test_a_checkpoint_outlives_its_session_and_not_its_overwrite(world: World) -> None:
@@ -185,7 +231,7 @@ async def test_what_finds_a_name_between_two_passes_stays(world: World) -> None:
 
 async def test_what_is_young_stays(world: World) -> None:
     young, old = world.write(TRAINING, seq=1), world.write(TRAINING, seq=2)
-    os.utime(world.checkpoints.file(old, "file").parent, (0, 0))
+    os.utime(world.root / old, (0, 0))
     world.sweep = sweep_of(world.face, world.checkpoints, min_age_s=min_age_s(timeout_s=1800, snapshot_engine_s=60))
     assert await world.left() == {young}
 

@@ -12,12 +12,15 @@ from tests.unit.lifecycle.test_sessions import TIMEOUT_MS, sweep_of
 from tinsmith.engines.base import Contents, Job
 from tinsmith.engines.fake import FakeTrainingEngine
 from tinsmith.lifecycle.checkpoints import ArtifactKind, Checkpoints, artifact_id
+from tinsmith.lifecycle.directory_storage import DirectoryStorage
 from tinsmith.lifecycle.retention import KEPT_MS, CatalogSweep
 from tinsmith.lifecycle.sessions import LEADER, end_session
 from tinsmith.protocol.errors import NotFound
-from tinsmith.protocol.sessions import SamplerRecord
+from tinsmith.protocol.sessions import InflightTarget, SamplerRecord
 from tinsmith.protocol.training import LrSchedule, SgdParams
-from tinsmith.state.catalog import Catalog, model_write
+from tinsmith.state.catalog import Catalog, model_write, sampler_write
+from tinsmith.state.inflight import InflightTargets, target_writes
+from tinsmith.state.sampler_clients import SamplerClients
 
 SGD, COSINE = SgdParams(learning_rate=0.5), LrSchedule(kind="cosine", total_steps=100)
 
@@ -179,7 +182,7 @@ async def shelf(tmp_path: Path) -> AsyncIterator[Shelf]:
             tenant="local", session_id=session_id, sampler_id=f"{session_id}:sample:0", base_model=BASE, artifact=None, created_ms=0
         )
         await face.services.catalog.add_sampler(record)
-        yield Shelf(face, Checkpoints(tmp_path), session_id, model_id)
+        yield Shelf(face, Checkpoints(DirectoryStorage(tmp_path)), session_id, model_id)
 
 
 @pytest.mark.proves("R51")
@@ -197,12 +200,34 @@ async def test_what_the_catalog_says_of_a_session_goes_a_day_after_its_end(shelf
         await shelf.catalog.model("local", shelf.model_id)
 
 
+async def test_what_the_clients_of_its_samplers_shared_goes_with_it(shelf: Shelf) -> None:
+    own = InflightTarget(tenant="local", model_id=shelf.model_id, seq=1, artifact="local/m/sampler_weights/1-1", created_ms=0)
+    sampler_id = f"{shelf.session_id}:sample:1"
+    record = SamplerRecord(
+        tenant="local",
+        session_id=shelf.session_id,
+        sampler_id=sampler_id,
+        base_model=BASE,
+        artifact=own.artifact,
+        inflight=own,
+        created_ms=0,
+    )
+    shelf.face.store.apply([sampler_write(record), *target_writes(own, [])])
+    targets, clients = InflightTargets(shelf.face.store), SamplerClients(shelf.face.store)
+    assert await clients.join("local", sampler_id) == 1
+    await end(shelf.face, shelf.session_id)
+    shelf.face.advance(KEPT_MS)
+    await shelf.sweep.run()
+    assert await targets.of_model("local", shelf.model_id) == []
+    assert await clients.join("local", sampler_id) == 1
+
+
 async def test_a_run_that_a_checkpoint_names_stays(shelf: Shelf) -> None:
     own = await keep(shelf.face, run_id=shelf.model_id, expires_ms=shelf.face.clock[0] + 3 * KEPT_MS)
     await end(shelf.face, shelf.session_id)
     shelf.face.advance(2 * KEPT_MS)
     assert await shelf.sweep.run() == 0
-    assert await shelf.names() == (1, 1, 0, 2)
+    assert await shelf.names() == (1, 1, 0, 1)  # the one that its end had left has expired
     assert (await shelf.catalog.model("local", shelf.model_id)).model_id == shelf.model_id
     shelf.face.advance(KEPT_MS)
     assert own.expires_ms is not None

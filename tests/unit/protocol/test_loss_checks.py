@@ -1,13 +1,23 @@
 """A command with a loss is refused with the field, what was expected and the remedy, before anything is unpacked."""
 
+import re
 from array import array
 
 import pytest
 
 from tinsmith.protocol.errors import InputTokensExceeded, PayloadTooLarge, TinsmithError, ValidationFailed
 from tinsmith.protocol.inputs import Datum, ModelInput, TextChunk
-from tinsmith.protocol.loss_checks import Limits, check_compute, check_finite, read_config, spec_of
-from tinsmith.protocol.losses import LOSSES, LossInput, LossSpec
+from tinsmith.protocol.loss_checks import (
+    FieldNames,
+    Limits,
+    check_bounds,
+    check_compute,
+    check_finite,
+    check_ratio_mask,
+    read_config,
+    spec_of,
+)
+from tinsmith.protocol.losses import LOSSES, REFUSED_LOSSES, Bounds, LossInput, LossSpec
 from tinsmith.protocol.tensors import MAX_COMMAND_ELEMENTS, MAX_ELEMENTS, Csr, DType, Tensor
 from tinsmith.protocol.training import Compute
 
@@ -44,6 +54,10 @@ def pairs(loss_fn: str, num_datums: int, config: dict[str, float | str] | None =
         compute(weights=int64s(1, 0)),  # a caller's integer tensor stands for float32
         compute(target_tokens=int64s(1, 2, 3, 4, shape=(2, 2)), weights=floats(1, 2, 3, 4, shape=(2, 2))),
         compute("importance_sampling", logprobs=floats(0, 0), advantages=floats(1, -1)),
+        compute("ppo", {"clip_low_threshold": 1, "clip_high_threshold": 1}, logprobs=floats(0, 0), advantages=floats(1, -1)),
+        compute("cispo", {"clip_low_threshold": 0}, logprobs=floats(0, 0), advantages=int64s(1, -1), clip_high_threshold=int64s(1, 2)),
+        compute("dro", {"beta": 0}, logprobs=floats(0, 0), advantages=floats(1, -1), weights=floats(1, 0)),
+        compute("gspo", logprobs=floats(0, 0), advantages=floats(1, -1), sequence_ratio_mask=floats(0, 1)),
         pairs("dpo", 4, {"beta": 0.5}),
         pairs("infonce", 2, {"temperature": 1.0}),
     ],
@@ -55,7 +69,7 @@ def test_good_commands_pass(command):
 @pytest.mark.parametrize(
     ("command", "error", "message"),
     [
-        (compute("astrology"), ValidationFailed, r"loss_fn: 'astrology' is not implemented; use one of cross_entropy"),
+        (compute("astrology"), ValidationFailed, r"loss_fn: 'astrology' is not implemented; use one of cispo, cross_entropy, dpo"),
         (compute(config={"clip": 1.0}), ValidationFailed, r"loss_fn_config: unknown key 'clip'; cross_entropy accepts no keys"),
         (Compute((), "cross_entropy", {}, backward=True), ValidationFailed, "data: empty"),
         (compute(tokens=()), ValidationFailed, r"data\[0\]\.model_input: has no tokens"),
@@ -68,6 +82,7 @@ def test_good_commands_pass(command):
         (compute(weights=floats(1)), ValidationFailed, r"loss_fn_inputs\.weights: has 1 rows for 2 tokens"),
         (compute(weights=floats(1, shape=(1, 1, 1))), ValidationFailed, r"weights: has rank 3, allowed are 1, 2"),
         (compute(weights=floats(1, 2, shape=(2, 1))), ValidationFailed, r"weights: has shape \[2, 1\], target_tokens \[2\]"),
+        (compute("gspo", logprobs=floats(0, 0), advantages=floats(0, 0)), ValidationFailed, "gspo needs 'sequence_ratio_mask'"),
         (compute(target_tokens=int64s(shape=(2, 0))), ValidationFailed, r"target_tokens: shape \[2, 0\] has no columns"),
         (compute(target_tokens=floats(1, 2)), ValidationFailed, r"target_tokens: must be int64, got float32"),
         (compute(target_tokens=Tensor(DType.INT64, (2,), b"123")), ValidationFailed, "target_tokens: 3 bytes"),
@@ -112,8 +127,50 @@ def test_config_defaults_are_filled_in(monkeypatch):
     assert read_config(compute("clipped", config={"high": 2})) == {"high": 2.0, "low": 0.8}
 
 
-def test_the_keys_of_positive_are_config_keys():
-    assert all(spec.positive <= set(spec.config) for spec in LOSSES.values())
+@pytest.mark.parametrize("names", [FieldNames(), FieldNames(loss="loss", config="loss_config")])
+@pytest.mark.parametrize(
+    ("loss_fn", "key", "value", "wanted"),
+    [
+        ("ppo", "clip_low_threshold", 1.2, "in [0, 1], got 1.2; the default is 0.8, it bounds the ratio itself"),
+        ("cispo", "clip_low_threshold", -0.2, "in [0, 1], got -0.2; the default is 0.0, it bounds the ratio itself"),
+        ("gspo", "clip_high_threshold", 0.2, "at least 1, got 0.2; the default is 1.2, it bounds the ratio itself"),
+        ("dro", "beta", -1e-9, "at least 0, got -1e-09; the default is 0.05"),
+    ],
+)
+def test_a_config_value_out_of_its_bounds_is_refused_in_the_words_of_the_face(names, loss_fn, key, value, wanted):
+    with pytest.raises(ValidationFailed, match=rf"^{names.config}\.{key}: must be {re.escape(wanted)}"):
+        read_config(compute(loss_fn, config={key: value}), names)
+
+
+def test_bounds_are_of_config_keys_and_hold_their_defaults():
+    for spec in LOSSES.values():
+        assert set(spec.bounds) <= set(spec.config)
+        assert all(spec.config[key] in bounds for key, bounds in spec.bounds.items())
+
+
+@pytest.mark.parametrize("names", [FieldNames(), FieldNames(loss="loss")])
+def test_a_loss_that_cannot_be_offered_is_refused_with_what_to_use_for_it(names):
+    assert not set(REFUSED_LOSSES) & set(LOSSES)
+    with pytest.raises(ValidationFailed, match=rf"^{names.loss}: 'stable_reinforce' is not offered, .*; use cispo or ppo"):
+        check_compute(compute("stable_reinforce", {"kl_coeff": 0.01}), LIMITS, names=names)
+
+
+@pytest.mark.parametrize(("lowest", "highest", "is_good"), [(0, 1, True), (0.5, 0.5, True), (-1e-6, 1, False), (0, 1.000001, False)])
+def test_rows_are_held_to_their_bounds(lowest, highest, is_good):
+    wanted = LossInput(DType.FLOAT32, bounds=Bounds(0.0, 1.0, hint="a share"))
+    check_bounds("f", LossInput(DType.FLOAT32), lowest, highest)
+    if is_good:
+        check_bounds("f", wanted, lowest, highest)
+    else:
+        with pytest.raises(ValidationFailed, match=r"^f: must be in \[0, 1\], got .* to .*; a share$"):
+            check_bounds("f", wanted, lowest, highest)
+
+
+def test_a_sequence_that_trains_needs_a_row_in_its_mask():
+    check_ratio_mask(3, has_members=False, trains=False)
+    check_ratio_mask(3, has_members=True, trains=True)
+    with pytest.raises(ValidationFailed, match=r"^data\[3\]\.loss_fn_inputs\.sequence_ratio_mask: is 0 everywhere"):
+        check_ratio_mask(3, has_members=False, trains=True)
 
 
 def test_only_what_an_engine_offers_is_listed():

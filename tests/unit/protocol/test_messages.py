@@ -24,7 +24,7 @@ from tinsmith.protocol.training import (
 
 def test_which_kinds_hold_what_back_and_run_again():
     assert {kind for kind in Kind if not kind.is_barrier} == {Kind.FORWARD, Kind.FORWARD_BACKWARD}
-    assert {kind for kind in Kind if kind.is_save} == {Kind.SAVE_WEIGHTS, Kind.SAVE_WEIGHTS_FOR_SAMPLER}
+    assert {kind for kind in Kind if kind.is_save} == {Kind.SAVE_WEIGHTS, Kind.SAVE_WEIGHTS_FOR_SAMPLER, Kind.SAVE_WEIGHTS_EXTERNAL}
     assert {kind for kind in Kind if kind.is_replayed} == {
         Kind.CREATE_MODEL,
         Kind.LOAD_WEIGHTS,

@@ -16,7 +16,7 @@ from tinsmith.protocol import tinker_pb2 as pb
 from tinsmith.protocol import wire
 from tinsmith.protocol.errors import InvalidRequest, PayloadTooLarge, ValidationFailed
 from tinsmith.protocol.inputs import Datum, ModelInput, TextChunk
-from tinsmith.protocol.sampling import Sample, SampledSequence, SampleOutput, SamplingParams, StopReason
+from tinsmith.protocol.sampling import PromptAltTokens, Sample, SampledSequence, SampleOutput, SamplingParams, StopReason
 from tinsmith.protocol.tensors import Csr, DType, Tensor
 from tinsmith.protocol.training import (
     AdamParams,
@@ -29,6 +29,7 @@ from tinsmith.protocol.training import (
     LrSchedule,
     OptimStep,
     SaveWeights,
+    SaveWeightsExternal,
     SaveWeightsForSampler,
     SgdParams,
     TrainStep,
@@ -64,6 +65,7 @@ def sample(**changes: object) -> Sample:
     return Sample(**(fields | changes))  # type: ignore[arg-type]
 
 
+TEXT = pb.Chunk(encoded_text=pb.EncodedTextChunk(tokens=text(1).tokens))
 SPARSE = Tensor(DType.FLOAT32, (2, 3), array("f", [1, 2]).tobytes(), Csr(array("q", [0, 1, 2]).tobytes(), array("q", [0, 2]).tobytes()))
 
 COMMANDS = [
@@ -73,6 +75,7 @@ COMMANDS = [
     OptimStep(optimizer=SgdParams(momentum=0.9), schedule=LrSchedule(kind="cosine", warmup_steps=2, total_steps=9)),
     SaveWeights(name="n", overwrite=True, ttl_seconds=3600, user_metadata={"b": "1", "a": "2"}),
     SaveWeightsForSampler(sampling_session_id="s:sample:0"),
+    SaveWeightsExternal(name="n", ttl_seconds=7200),
     compute(),
     compute(backward=False, config={"b": 0.25, "a": "text"}),
     replace(compute(), micro_batch_tokens=512),
@@ -83,6 +86,14 @@ COMMANDS = [
     sample(),
     sample(adapter=None, params=SamplingParams(seed=0, stop=()), prompt_logprobs=False, topk_prompt_logprobs=0),
     sample(params=SamplingParams(seed=0, stop=(5, 6), temperature=0)),
+    sample(topk_sample_logprobs=2),
+    sample(target_prompt_logprobs=int64s(1, -1, 3, 4, shape=(2, 2))),
+    sample(target_prompt_logprobs=Tensor(DType.INT64, (2, 3), array("q", [7, 8]).tobytes(), SPARSE.csr)),
+    sample(prompt_alt_tokens_k=3),
+    sample(prompt_logprobs_last_n=1),
+    sample(params=SamplingParams(seed=7, frequency_penalty=0.5)),
+    sample(params=SamplingParams(seed=7, presence_penalty=0.5)),
+    sample(params=SamplingParams(seed=7, logit_bias={3: -100.0, 5: 1.5})),
 ]
 
 
@@ -91,6 +102,17 @@ def test_a_command_comes_back_as_it_went(command):
     encoded = wire.encode_command(command)
     assert wire.decode_command(command.kind, encoded) == command
     assert wire.encode_command(wire.decode_command(command.kind, encoded)) == encoded
+
+
+def test_a_sample_that_asks_for_nothing_new_lies_as_older_servers_wrote_it():
+    assert json.loads(wire.encode_command(sample())) == {
+        "prompt": ["AQAAAAIAAAA=", "AwAAAA=="],
+        "params": {"seed": 7, "max_tokens": 5, "temperature": 1.0, "top_k": -1, "top_p": 1.0, "stop": ["a", "b"]},
+        "num_samples": 2,
+        "adapter": "local/s/sampler_weights/3-1",
+        "prompt_logprobs": True,
+        "topk_prompt_logprobs": 4,
+    }
 
 
 def test_every_kind_of_command_is_covered():
@@ -133,8 +155,9 @@ def test_a_config_entry_without_a_value_is_refused():
 @pytest.mark.parametrize(
     ("write", "names"),
     [
-        (lambda datum: datum.model_input.add(), "kind none"),
-        (lambda datum: datum.model_input.add().image.CopyFrom(pb.ImageChunk(data=b"x")), "kind image"),
+        (lambda datum: datum.model_input.add(), r"chunks\[0\]: no chunk of a known type \(none\)"),
+        (lambda datum: datum.model_input.add().image.CopyFrom(pb.ImageChunk(data=b"x")), r"model_input\.chunks\[0\]: image chunks"),
+        (lambda datum: datum.model_input.extend([TEXT, pb.Chunk(dmel=pb.DmelChunk(dmel=b"x"))]), r"model_input\.chunks\[1\]: dmel chunks"),
         (lambda datum: datum.model_input.add().encoded_text.CopyFrom(pb.EncodedTextChunk(tokens=b"123")), "int32"),
         (lambda datum: datum.loss_fn_inputs["w"].CopyFrom(pb.Tensor(dense=b"")), "dtype 0"),
         (lambda datum: datum.loss_fn_inputs["w"].CopyFrom(pb.Tensor(dense=b"1234", dtype=1, shape=[2])), r"loss_fn_inputs\.w"),
@@ -207,12 +230,19 @@ SAMPLED = SampleOutput(
     sequences=[SampledSequence([1, 2], [-0.5, -0.25], StopReason.STOP), SampledSequence([3], [-1.0], StopReason.LENGTH)],
     prompt_logprobs=[None, -0.5, None],
     topk_prompt_logprobs=[None, [(4, -0.5), (5, -1.0)], [(6, -2.0)]],
-    target_prompt_logprobs=floats(1, 2, 3, 4, shape=(2, 2)),
+)
+EVERYTHING = replace(
+    SAMPLED,
+    sequences=[SampledSequence([1, 2], [-0.5, -0.25], StopReason.STOP, [[(1, -0.5), (3, -2.0)], [(2, -0.25)]])],
+    target_prompt_logprobs=floats(1, 2, 0, 4, shape=(2, 2)),
+    prompt_alt_tokens=PromptAltTokens(int64s(7, 8, 9, 7, shape=(2, 2)), floats(-1, -2, -3, -1, shape=(2, 2))),
+    prompt_cache_hit_tokens=256,
 )
 
 
 def test_sample_output_comes_back_as_it_went():
-    assert wire.decode_sample_output(wire.encode_sample_output(SAMPLED)) == SAMPLED
+    for output in (SAMPLED, EVERYTHING, replace(EVERYTHING, target_prompt_logprobs=SPARSE)):
+        assert wire.decode_sample_output(wire.encode_sample_output(output)) == output
     bare = SampleOutput([SampledSequence([], [], StopReason.LENGTH)])
     assert wire.decode_sample_output(wire.encode_sample_output(bare)) == bare
 
@@ -238,6 +268,23 @@ def test_sample_output_as_json():
         "prompt_logprobs": [None, -0.5, None],
         "topk_prompt_logprobs": [None, [[4, -0.5], [5, -1.0]], [[6, -2.0]]],
     }
+
+
+def test_what_only_new_requests_ask_for_is_in_the_json_where_it_was_asked_for():
+    tree = json.loads(wire.sample_output_json(wire.encode_sample_output(replace(EVERYTHING, target_prompt_logprobs=SPARSE))))
+    assert tree["sequences"][0]["topk_logprobs"] == [[[1, -0.5], [3, -2.0]], [[2, -0.25]]]
+    assert tree["target_prompt_logprobs"] == {
+        "data": [1.0, 2.0],
+        "dtype": "float32",
+        "shape": [2, 3],
+        "sparse_crow_indices": [0, 1, 2],
+        "sparse_col_indices": [0, 2],
+    }
+    assert tree["prompt_alt_tokens"] == {
+        "tokens": {"data": [7, 8, 9, 7], "dtype": "int64", "shape": [2, 2]},
+        "logprobs": {"data": [-1.0, -2.0, -3.0, -1.0], "dtype": "float32", "shape": [2, 2]},
+    }
+    assert tree["prompt_cache_hit_tokens"] == 256
 
 
 # zstd

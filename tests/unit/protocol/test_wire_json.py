@@ -59,6 +59,13 @@ def test_numbers_that_are_not_finite_reach_the_engine_in_tensors_alone():
         decode({"forward_input": request(loss_fn_config={"k": float("inf")})})
 
 
+@pytest.mark.parametrize("value", [True, [1], float("nan")])
+def test_a_loss_is_configured_by_numbers_and_text(value):
+    assert decode({"forward_input": request(loss_fn_config={"b": "text", "a": 1})}).loss_fn_config == {"a": 1.0, "b": "text"}
+    with pytest.raises(ValidationFailed, match=r"loss_fn_config\.k"):
+        decode({"forward_input": request(loss_fn_config={"k": value})})
+
+
 def test_sparse_tensors():
     tensor = {"data": [7], "dtype": "int64", "shape": [2, 3], "sparse_crow_indices": [0, 0, 1], "sparse_col_indices": [2]}
     datum = {"model_input": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}, "loss_fn_inputs": {"target_tokens": tensor}}
@@ -70,8 +77,11 @@ def test_sparse_tensors():
 @pytest.mark.parametrize(
     ("datum", "names"),
     [
-        ({"model_input": {"chunks": [{"type": "image", "data": ""}]}}, r"data\[0\]\.model_input\.chunks\[0\]: a chunk of type image"),
-        ({"model_input": {"chunks": [{}]}}, "a chunk of type none"),
+        ({"model_input": {"chunks": [{"type": "image"}]}}, r"data\[0\]\.model_input\.chunks\[0\]: image chunks need .* processor"),
+        ({"model_input": {"chunks": [{"tokens": [1]}, {"type": "image_asset_pointer"}]}}, r"chunks\[1\]: image_asset_pointer"),
+        ({"model_input": {"chunks": [{"type": "dmel", "dmel": "?"}]}}, r"chunks\[0\]: dmel chunks need .* audio encoder"),
+        ({"model_input": {"chunks": [{"type": "video", "tokens": [1]}]}}, r"known type \(video\)"),
+        ({"model_input": {"chunks": [{}]}}, r"known type \(none\)"),
         ({"model_input": {"chunks": [{"tokens": [1.5]}]}}, r"chunks\[0\]\.tokens: .*integers of 32 bits"),
         ({"model_input": {"chunks": [{"tokens": [2**31]}]}}, "integers of 32 bits"),
         ({"model_input": {"chunks": [{"tokens": ["a"]}]}}, "integers of 32 bits"),

@@ -462,7 +462,7 @@ async def test_a_damaged_snapshot_is_the_servers_fault(world: World) -> None:
     await world.all_settled(await world.submit_all(STEPS))
     await first.stop()
     (artifact,) = world.checkpoints.artifacts()
-    world.checkpoints.file(artifact, "progress.json").write_bytes(b"{}")
+    (world.root / artifact / "progress.json").write_bytes(b"{}")
     await world.start(world.build("b"))
     failed = await world.settled(await world.submit(len(STEPS), optim()))
     assert failed.failure is not None

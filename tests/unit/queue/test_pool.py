@@ -219,6 +219,7 @@ async def test_no_more_is_taken_than_there_is_room_for(lanes: ScriptedLanes) -> 
         await backend.admitted.wait()
         await asyncio.sleep(0.02)
         assert list(backend.live) == ["a", "b"]
+        assert {work.tenant for work in backend.live.values()} == {"local"}
         backend.finish("a")
         await lanes.until_settled(1)
         await asyncio.sleep(0.02)

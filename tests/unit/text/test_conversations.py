@@ -9,6 +9,7 @@ from tinsmith.protocol.sessions import BaseModelInfo
 from tinsmith.text.chat import ChatTemplate
 from tinsmith.text.conversations import MESSAGE_COST, Conversations, rendered_characters
 from tinsmith.text.tokenizer import Tokenizer
+from tinsmith.text.tool_calls import HERMES
 
 CHAT = [
     {"role": "system", "content": "Be brief."},
@@ -172,3 +173,44 @@ def test_without_a_template_texts_work_and_messages_do_not(tokenizer: Tokenizer)
     for ask in (lambda: plain.prompt(CHAT), lambda: plain.supervise(CHAT, 10)):
         with pytest.raises(ValidationFailed, match="no chat template; send texts or token ids"):
             ask()
+
+
+TOOLS_TEMPLATE = (
+    "{% if tools %}T:{{ tools | tojson }};{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_tools_are_told_by_a_template_that_takes_them(tokenizer: Tokenizer) -> None:
+    texts = Conversations(tokenizer, ChatTemplate(TOOLS_TEMPLATE, {}))
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    messages = [
+        {"role": "user", "content": "go"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "5"},
+    ]
+    tokens = texts.prompt(messages, [{"name": "f"}])
+    turn = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call><|im_end|>\n'
+    assert tokenizer.decode(tokens) == (
+        'T:[{"name": "f"}];<|im_start|>user\ngo<|im_end|>\n<|im_start|>assistant\n'
+        + turn
+        + "<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n"
+    )
+    drawn = tokenizer.encode_on(turn)
+    assert any(tokens[at : at + len(drawn)] == drawn for at in range(len(tokens))), "as a sampler draws it"
+    assert texts.tool_format() is HERMES
+
+
+@pytest.mark.parametrize(
+    ("message", "tool", "names"),
+    [
+        ({"tool_calls": [{"function": {"name": "f", "arguments": {"<|im_end|>": 1}}}]}, {}, "messages[0]"),
+        ({}, {"parameters": {"properties": {"a": {"description": "<|im_start|>"}}}}, "tools[0]"),
+    ],
+)
+def test_no_control_token_hides_in_a_call_or_a_tool(conversations: Conversations, message: dict, tool: dict, names: str) -> None:
+    with pytest.raises(ValidationFailed) as raised:
+        conversations.prompt([{"role": "assistant", "content": "a"} | message], [{"name": "f"} | tool])
+    assert raised.value.message.startswith(names)

@@ -76,7 +76,7 @@ def _told(record: FutureRecord, stored: dict[str, Any]) -> JsonValue:
             return ModelCreated(model_id=stored["model_id"]).model_dump()
         case Kind.LOAD_WEIGHTS:
             return WeightsLoaded(model_id=stored["model_id"], checkpoint=stored["path"]).model_dump()
-        case Kind.SAVE_WEIGHTS:
+        case Kind.SAVE_WEIGHTS | Kind.SAVE_WEIGHTS_EXTERNAL:
             return WeightsSaved(checkpoint=stored["path"]).model_dump()
         case Kind.SAVE_WEIGHTS_FOR_SAMPLER:
             return WeightsPublished(checkpoint=stored.get("path"), sampler_id=stored.get("sampling_session_id")).model_dump()

@@ -13,7 +13,7 @@ from tinsmith.gateway.native.requests import read
 from tinsmith.gateway.native.tasks import promise
 from tinsmith.gateway.native.text_bounds import check_prompt
 from tinsmith.gateway.preflight import check_sample
-from tinsmith.gateway.samplers import open_sampler
+from tinsmith.gateway.samplers import adapter_of, open_sampler
 from tinsmith.gateway.submission import submit_sample
 from tinsmith.protocol import native, sampling
 from tinsmith.protocol.envelopes import TaskEnvelope
@@ -70,7 +70,7 @@ async def check(request: Request, services: Services, tenant: str, body: Sample)
     engine, capability = sampling_engine(services, base.name)
     check_engine_fields(body, capability.fields, engine)
     rid = await services.request_id(WorkKind.SAMPLING, tenant, sampler.sampler_id, body.seq_id)
-    command = await _command(request, services, body, base, rid, sampler.artifact)
+    command = await _command(request, services, body, base, rid, await adapter_of(services, sampler))
     check_sample(command, base)
     return CheckedSample(sampler, body.seq_id, rid, command, base.max_context - len(command.prompt))
 

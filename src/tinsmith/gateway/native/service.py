@@ -12,7 +12,7 @@ from tinsmith.gateway.deps import Services, ServicesDep, TenantDep
 from tinsmith.gateway.native.admission import sampling_engine, training_engine
 from tinsmith.gateway.native.documents import answering, taking
 from tinsmith.gateway.native.requests import read
-from tinsmith.protocol.errors import NotFound
+from tinsmith.protocol.errors import NotFound, RequestRejected
 from tinsmith.protocol.losses import LOSSES, LossSpec
 from tinsmith.protocol.native import MAX_RETRIEVED, PROTOCOL_VERSION, Drain
 from tinsmith.protocol.native_answers import (
@@ -62,13 +62,13 @@ async def capabilities(services: ServicesDep) -> Capabilities:
 
 @router.get("/status", **answering(ServerStatus))
 async def status(services: ServicesDep, tenant: TenantDep) -> ServerStatus:
-    """The living processes, and the caller's queues."""
+    """The living processes, where the caller is an operator, and the caller's queues."""
     now_ms = await services.store.now_ms()
     queues = [queue for base in sorted(services.base_models) for queue in await services.lanes.queues(base) if queue.tenant == tenant]
     return ServerStatus(
         server_version=version("tinsmith"),
         store=services.config.store.kind,
-        processes=tuple(map(_process, await _replicas(services))),
+        processes=tuple(map(_process, await _replicas(services))) if services.config.auth.is_operator(tenant) else (),
         queues=tuple(_queue(queue, now_ms) for queue in queues),
     )
 
@@ -90,8 +90,10 @@ async def capacity(services: ServicesDep) -> Capacity:
 
 
 @router.post(Drain.path, **taking(Drain, ProcessStatus))
-async def drain(request: Request, services: ServicesDep) -> ProcessStatus:
-    """Answers the process as it is now; it drains from the moment on in which it hears the order."""
+async def drain(request: Request, services: ServicesDep, tenant: TenantDep) -> ProcessStatus:
+    """Answers the process as it is now; it drains from the moment on in which it hears the order. For operators alone."""
+    if not services.config.auth.is_operator(tenant):
+        raise RequestRejected(f"tenant {tenant!r} is no operator of this server; list it in auth.operators, or use the key of one that is")
     body = await read(request, Drain)
     living = {replica.id: replica for replica in await _replicas(services)}
     if body.process_id not in living:

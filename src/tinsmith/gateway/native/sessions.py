@@ -8,6 +8,7 @@ from tinsmith.gateway.deps import ServicesDep, TenantDep
 from tinsmith.gateway.metadata import checked_metadata
 from tinsmith.gateway.native.documents import answering, taking
 from tinsmith.gateway.native.requests import read
+from tinsmith.gateway.sessions import open_session
 from tinsmith.lifecycle.sessions import end_session
 from tinsmith.protocol.native import CreateSession, EndSession, Heartbeat
 from tinsmith.protocol.native_answers import SessionInfo, SessionList
@@ -28,7 +29,7 @@ async def create_session(request: Request, services: ServicesDep, tenant: Tenant
         project_id=body.project_id,
         display_name=body.display_name,
     )
-    await services.catalog.add_session(record)
+    await open_session(services, record)
     return _info(record)
 
 

@@ -19,6 +19,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from tinsmith.gateway import bodies
+from tinsmith.gateway.aborting import abort, samplers_of
 from tinsmith.gateway.deps import Services, ServicesDep, TenantDep
 from tinsmith.gateway.errors import NATIVE_STATUS
 from tinsmith.gateway.native.admission import sampling_engine
@@ -30,12 +31,10 @@ from tinsmith.gateway.ndjson import LinesAnswer
 from tinsmith.gateway.streams import Stream
 from tinsmith.protocol.envelopes import ErrorPayload, TaskEnvelope
 from tinsmith.protocol.errors import EndpointUnavailable, ExecutionTimeout, GateUnavailable, NotFound, StateContention, TinsmithError
-from tinsmith.protocol.futures import State
 from tinsmith.protocol.native import SampleStream
 from tinsmith.protocol.native_answers import SampleResult, StreamFrame
 from tinsmith.state.events import Waiter
-from tinsmith.state.inbox import SampleAbort, encode
-from tinsmith.state.lanes import SETTLED, Replica, Role, inbox_topic
+from tinsmith.state.lanes import SETTLED, inbox_topic
 
 _PAUSE_S = 0.5  # before a store that was away is asked again for the outcome
 _READ_S = 10.0  # a caller has this time to read the last lines after the bound of its stream
@@ -53,7 +52,7 @@ async def sample_stream(request: Request, services: ServicesDep, tenant: TenantD
     checked = await check(request, services, tenant, body)
     rid, base = checked.rid, checked.sampler.base_model
     _check_engine(services, base)
-    if not await _samplers(services, base) and await services.lanes.look(tenant, rid) is None:
+    if not await samplers_of(services, base) and await services.lanes.look(tenant, rid) is None:
         return _refusal(rid, GateUnavailable(f"no sampler of {base} is alive; send the request again"))
     with contextlib.ExitStack() as stack:
         stream = stack.enter_context(services.streams.open(rid))
@@ -92,7 +91,7 @@ class _Watch:
         if not is_unwanted:
             return
         try:
-            await _abort(self.services, self.tenant, self.base, self.stream.rid)
+            await abort(self.services, self.tenant, self.base, self.stream.rid)
         except StateContention as error:
             _log.warning("a sample that nobody waits for could not be aborted, its bounds will end it (%s)", error)
 
@@ -171,19 +170,6 @@ def _check_engine(services: Services, base: str) -> None:
     engine, capability = sampling_engine(services, base)
     if not capability.has_streams:
         raise EndpointUnavailable(f"the sampling engine {engine!r} of {base} does not stream; use /sample")
-
-
-async def _samplers(services: Services, base: str) -> list[Replica]:
-    """Those whose lease runs, draining ones included: their successors serve what they leave."""
-    return [replica for replica in await services.lanes.replicas(base) if replica.role is Role.SAMPLER]
-
-
-async def _abort(services: Services, tenant: str, base: str, rid: str) -> None:
-    """Drop the sample, wherever it is. Raises StateContention."""
-    if await services.lanes.cancel(tenant, rid) is State.RUNNING:
-        order = encode(SampleAbort(rid=rid))
-        for replica in await _samplers(services, base):
-            await services.lanes.post(inbox_topic(replica.id), [order])
 
 
 def _refusal(rid: str, error: TinsmithError) -> Response:

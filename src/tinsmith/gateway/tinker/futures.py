@@ -9,10 +9,13 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from tinsmith.gateway import bodies
+from tinsmith.gateway.aborting import stop_running
 from tinsmith.gateway.auth import JSON, PROTOBUF
 from tinsmith.gateway.deps import Services, ServicesDep, TenantDep, unknown_request
 from tinsmith.gateway.errors import HOLD_S, error_response
 from tinsmith.gateway.models import unloaded_model
+from tinsmith.gateway.tinker.custom_losses import created_loss
+from tinsmith.gateway.tinker.refusals import refusal_of
 from tinsmith.gateway.waiting import queue_state, settled
 from tinsmith.protocol import wire
 from tinsmith.protocol.errors import Category, SessionEnded, StateContention
@@ -53,12 +56,14 @@ async def retrieve_future(request: Request, services: ServicesDep, tenant: Tenan
 
 @router.post("/cancel_future")
 async def cancel_future(request: Request, services: ServicesDep, tenant: TenantDep) -> dict[str, object]:
-    """Drops what has not started; everything else is reported unchanged."""
+    """Drops what has not started, and has a sample that runs stopped, which frees its rows; everything else is reported unchanged."""
     body = await bodies.read(request, CancelBody)
-    await services.parse_request_id(body.request_id, tenant)
+    rid, _ = await services.parse_request_id(body.request_id, tenant)
     state = await services.lanes.cancel(tenant, body.request_id)
     if state is None:
         raise unknown_request(body.request_id)
+    if state is State.RUNNING and rid.work is WorkKind.SAMPLING:
+        await stop_running(services, tenant, rid.text)
     return {"cancelled": state is State.CANCELLED, "state": state.value}
 
 
@@ -81,6 +86,12 @@ async def _retrieve(services: Services, tenant: str, body: RetrieveBody, accept:
 
 
 async def _control(services: Services, tenant: str, rid: RequestId) -> Response:
+    refusal = await refusal_of(services, tenant, rid.text)
+    if refusal is not None:
+        return _failure(refusal.message, refusal.category)
+    loss = await created_loss(services, tenant, rid.text)
+    if loss is not None:
+        return JSONResponse(loss)
     model_id = await unloaded_model(services, tenant, rid.text)
     if model_id is None:
         raise unknown_request(rid.text)

@@ -6,7 +6,7 @@ from pydantic import Field, ValidationError
 from tinsmith.gateway import bodies
 from tinsmith.gateway.deps import Services, ServicesDep, TenantDep
 from tinsmith.gateway.preflight import check_sample
-from tinsmith.gateway.samplers import open_sampler
+from tinsmith.gateway.samplers import adapter_of, open_sampler
 from tinsmith.gateway.submission import derived_seed, submit_sample
 from tinsmith.protocol import wire_json
 from tinsmith.protocol.errors import InvalidRequest, ValidationFailed
@@ -14,7 +14,11 @@ from tinsmith.protocol.ids import WorkKind
 from tinsmith.protocol.sampling import MAX_NUM_SAMPLES, MAX_STOP_CHARACTERS, MAX_STOPS, MAX_TOP_K, Sample, SamplingParams
 from tinsmith.protocol.sessions import CheckpointRecord
 from tinsmith.protocol.wire_bounds import MAX_SAMPLE_SEQ
-from tinsmith.protocol.wire_json import Body, Count, ModelInputBody
+from tinsmith.protocol.wire_json import Body, Count, ModelInputBody, TensorBody
+from tinsmith.state.feeds import feed_of
+from tinsmith.state.sampler_clients import SamplerClients
+
+BACKPRESSURE = "X-Tinker-Sampling-Backpressure"  # the client treats a 429 as a call to hold back
 
 router = APIRouter()
 
@@ -24,6 +28,10 @@ class SamplingSessionBody(Body):
     sampling_session_seq_id: Count
     base_model: str | None = None
     model_path: str | None = None
+
+
+class JoinBody(Body):
+    sampling_session_id: str
 
 
 class ParamsBody(Body):
@@ -57,15 +65,20 @@ class SampleBody(Body):
     num_samples: int = Field(default=1, ge=1, le=MAX_NUM_SAMPLES)
     prompt_logprobs: bool = False
     topk_prompt_logprobs: int = Field(default=0, ge=0, le=MAX_TOP_K)
-    topk_sample_logprobs: int = 0
-    target_prompt_logprobs: dict[str, object] | None = None
-    prompt_alt_tokens_k: int = 0
+    topk_sample_logprobs: int = Field(default=0, ge=0, le=MAX_TOP_K)
+    target_prompt_logprobs: TensorBody | None = None
+    prompt_alt_tokens_k: int = Field(default=0, ge=0, le=MAX_TOP_K)
     prompt_logprobs_last_n: int | None = None
     record_stability_info: bool = False
 
     def decode(self, rid: str, adapter: str | None) -> Sample:
         """Raises ValidationFailed."""
-        self._refuse_unimplemented()
+        if self.record_stability_info:
+            raise ValidationFailed(
+                "record_stability_info: what stable_reinforce records is not published and cannot be served; leave it out, and train "
+                "off-policy data with the losses cispo or ppo"
+            )
+        targets = self.target_prompt_logprobs
         return Sample(
             prompt=self.prompt.decode("prompt"),
             params=self.sampling_params.decode(rid),
@@ -73,19 +86,11 @@ class SampleBody(Body):
             adapter=adapter,
             prompt_logprobs=self.prompt_logprobs,
             topk_prompt_logprobs=self.topk_prompt_logprobs,
+            topk_sample_logprobs=self.topk_sample_logprobs,
+            target_prompt_logprobs=None if targets is None else targets.decode("target_prompt_logprobs"),
+            prompt_alt_tokens_k=self.prompt_alt_tokens_k,
+            prompt_logprobs_last_n=self.prompt_logprobs_last_n,
         )
-
-    def _refuse_unimplemented(self) -> None:
-        asked = {
-            "topk_sample_logprobs": self.topk_sample_logprobs != 0,
-            "target_prompt_logprobs": self.target_prompt_logprobs is not None,
-            "prompt_alt_tokens_k": self.prompt_alt_tokens_k != 0,
-            "prompt_logprobs_last_n": self.prompt_logprobs_last_n is not None,
-            "record_stability_info": self.record_stability_info,
-        }
-        for name, is_asked in asked.items():
-            if is_asked:
-                raise ValidationFailed(f"{name}: not implemented; leave it out")
 
 
 @router.post("/create_sampling_session")
@@ -103,6 +108,16 @@ async def create_sampling_session(request: Request, services: ServicesDep, tenan
     return {"sampling_session_id": record.sampler_id, "type": "create_sampling_session"}
 
 
+@router.post("/join_sampling_session")
+async def join_sampling_session(request: Request, services: ServicesDep, tenant: TenantDep) -> dict[str, object]:
+    """The number of a further client of the sampling session, which no other client of it has."""
+    body = await bodies.read(request, JoinBody)
+    sampler = await services.catalog.sampler(tenant, body.sampling_session_id)
+    await services.catalog.live_session(tenant, sampler.session_id)
+    number = await SamplerClients(services.store).join(tenant, sampler.sampler_id)
+    return {"client_counter": number, "type": "join_sampling_session"}
+
+
 @router.get("/samplers/{sampler_id}")
 async def get_sampler(sampler_id: str, services: ServicesDep, tenant: TenantDep) -> dict[str, object]:
     record = await services.catalog.sampler(tenant, sampler_id)
@@ -111,15 +126,29 @@ async def get_sampler(sampler_id: str, services: ServicesDep, tenant: TenantDep)
 
 @router.post("/asample")
 async def asample(request: Request, services: ServicesDep, tenant: TenantDep) -> dict[str, object]:
-    """Seq ids need be neither contiguous nor in order; the same one again is a repeat and answers the same promise."""
+    """Seq ids need be neither contiguous nor in order; the same one again is a repeat and answers the same promise.
+
+    429 with nothing written where too much waits: a client that says that it knows what this means holds back, and sends the same seq id
+    again.
+    """
     body = await bodies.read(request, SampleBody)
+    holds_back = request.headers.get(BACKPRESSURE) == "1"
     sampler = await services.catalog.sampler(tenant, body.sampling_session_id)
     await services.catalog.live_session(tenant, sampler.session_id)
     rid = await services.request_id(WorkKind.SAMPLING, tenant, sampler.sampler_id, body.seq_id)
-    sample = body.decode(rid, sampler.artifact)
+    sample = body.decode(rid, await adapter_of(services, sampler))
     base = services.base_model(sampler.base_model)
     check_sample(sample, base)
-    await submit_sample(services, sampler, body.seq_id, rid, sample, room=base.max_context - len(sample.prompt))
+    await submit_sample(
+        services,
+        sampler,
+        body.seq_id,
+        rid,
+        sample,
+        room=base.max_context - len(sample.prompt),
+        feed=feed_of(sampler.sampler_id, body.seq_id),
+        max_waiting=services.config.limits.max_pending_samples if holds_back else None,
+    )
     return {"request_id": rid, "sample_sequence_ids": [f"{rid}-{index}" for index in range(sample.num_samples)]}
 
 

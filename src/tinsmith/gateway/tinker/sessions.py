@@ -8,6 +8,7 @@ from pydantic import Field
 from tinsmith.gateway import bodies
 from tinsmith.gateway.deps import ServicesDep, TenantDep
 from tinsmith.gateway.metadata import checked_metadata, checked_text
+from tinsmith.gateway.sessions import open_session
 from tinsmith.lifecycle.sessions import end_session
 from tinsmith.protocol.errors import ValidationFailed
 from tinsmith.protocol.sessions import MAX_TAGS, SessionRecord
@@ -17,13 +18,9 @@ router = APIRouter()
 
 # Absent flags take the SDK's defaults; these are stated since the server relies on them.
 CLIENT_CONFIG: dict[str, bool | int] = {
-    "pjwt_auth_enabled": False,
     "parallel_fwdbwd_chunks": True,
     "fwdbwd_max_chunk_bytes_count": 5_000_000,
-    "proto_compress_fwdbwd": False,
-    "sample_use_retrieve_futures": False,
-    "sample_join_sampling_session": False,
-    "custom_loss_server_side": False,
+    "sample_join_sampling_session": True,
 }
 DYNAMIC_CONFIG: dict[str, bool | int] = {"refresh_interval_sec": 300, "sample_cancel_enabled": True, "sample_cancel_max_batch_size": 64}
 
@@ -56,7 +53,13 @@ async def healthz() -> dict[str, str]:
 @router.post("/client/config")
 async def client_config(request: Request, services: ServicesDep) -> dict[str, bool | int]:
     await bodies.receive(request)
-    return CLIENT_CONFIG | {"fwdbwd_max_chunk_len": services.config.gateway.max_chunk_len}
+    return CLIENT_CONFIG | {
+        "custom_loss_server_side": services.config.gateway.custom_losses,
+        "pjwt_auth_enabled": services.config.auth.has_tokens,
+        "fwdbwd_max_chunk_len": services.config.gateway.max_chunk_len,
+        "proto_compress_fwdbwd": services.config.gateway.compress_uploads,
+        "sample_use_retrieve_futures": services.config.gateway.session_poller,
+    }
 
 
 @router.post("/client/dynamic_config")
@@ -88,7 +91,7 @@ async def create_session(request: Request, services: ServicesDep, tenant: Tenant
         project_id=checked_text("project_id", body.project_id),
         display_name=checked_text("display_name", body.display_name),
     )
-    await services.catalog.add_session(record)
+    await open_session(services, record)
     return {"session_id": record.session_id, "type": "create_session"}
 
 

@@ -12,6 +12,7 @@ from tinsmith.gateway import submission
 from tinsmith.gateway.deps import Services
 from tinsmith.gateway.errors import is_resent
 from tinsmith.gateway.submission import Turn
+from tinsmith.gateway.tinker.refusals import check_not_refused
 from tinsmith.protocol.errors import TinsmithError
 from tinsmith.protocol.futures import Failure
 from tinsmith.protocol.sessions import ModelRecord
@@ -40,7 +41,9 @@ async def submit_turn(services: Services, tenant: str, head: Head, kind: Kind, b
 
 
 async def submit_creation(services: Services, rid: str, model: ModelRecord, command: CreateModel | LoadWeights) -> dict[str, object]:
-    """Queue entry 0 of the model's own lane; answers the promise. Raises as `submission.submit_creation`."""
+    """Queue entry 0 of the model's own lane; answers the promise. Raises as `submission.submit_creation`, and RequestRejected for a number
+    that was refused before."""
+    await check_not_refused(services, model.tenant, model.model_id)
     await submission.submit_creation(services, rid, model, command)
     return {"request_id": rid, "model_id": model.model_id}
 

@@ -12,9 +12,12 @@ from tinsmith.gateway.metadata import checked_metadata
 from tinsmith.gateway.models import unload, unload_id
 from tinsmith.gateway.preflight import check_compute
 from tinsmith.gateway.submission import derived_seed, is_long, new_model_id
+from tinsmith.gateway.tinker.custom_losses import with_custom_loss
+from tinsmith.gateway.tinker.refusals import refuse_creation
 from tinsmith.gateway.tinker.submit import submit_creation, submit_turn
 from tinsmith.protocol import wire, wire_json
-from tinsmith.protocol.errors import EndpointUnavailable, InvalidRequest, TinsmithError, ValidationFailed
+from tinsmith.protocol.errors import InvalidRequest, TinsmithError, ValidationFailed
+from tinsmith.protocol.loss_checks import spec_of
 from tinsmith.protocol.losses import LOSSES
 from tinsmith.protocol.sessions import ModelRecord
 from tinsmith.protocol.training import AdamParams, Compute, CreateModel, Kind, LoraConfig, OptimStep
@@ -63,6 +66,11 @@ class CreateModelBody(Body):
     optimizer_config: OptimizerBody = OptimizerBody()
     user_metadata: dict[str, object] | None = None
 
+    def decode(self, rid: str) -> tuple[LoraConfig, dict[str, str] | None]:
+        """The adapter's config and the metadata. Raises ValidationFailed."""
+        self.optimizer_config.check("optimizer_config.type")
+        return self.lora_config.decode(rid), checked_metadata(self.user_metadata)
+
 
 class ModelBody(Body):
     model_id: str
@@ -96,9 +104,11 @@ class OptimStepBody(Body):
 async def create_model(request: Request, services: ServicesDep, tenant: TenantDep) -> dict[str, object]:
     body = await bodies.read(request, CreateModelBody)
     services.base_model(body.base_model)
-    body.optimizer_config.check("optimizer_config.type")
     model_id, rid = await new_model_id(services, tenant, body.session_id, body.model_seq_id)
-    lora = body.lora_config.decode(rid)
+    try:
+        lora, metadata = body.decode(rid)
+    except ValidationFailed as refusal:
+        return await refuse_creation(services, tenant, body.session_id, model_id, refusal)
     model = ModelRecord(
         tenant=tenant,
         session_id=body.session_id,
@@ -106,7 +116,7 @@ async def create_model(request: Request, services: ServicesDep, tenant: TenantDe
         base_model=body.base_model,
         lora=lora,
         created_ms=await services.store.now_ms(),
-        user_metadata=checked_metadata(body.user_metadata),
+        user_metadata=metadata,
     )
     return await submit_creation(services, rid, model, CreateModel(lora=lora))
 
@@ -136,8 +146,9 @@ async def forward_backward(request: Request, services: ServicesDep, tenant: Tena
     async def build(model: ModelRecord) -> Compute:
         if isinstance(decoded, TinsmithError):
             raise decoded
-        _check_is_offered(decoded)
-        command, base = decoded, services.base_model(model.base_model)
+        base = services.base_model(model.base_model)
+        command = await with_custom_loss(services, model, decoded)
+        _check_is_offered(command)
         await bodies.off_loop(lambda: check_compute(command, base), is_large=is_long(command))
         return command
 
@@ -168,17 +179,10 @@ async def unload_model(request: Request, services: ServicesDep, tenant: TenantDe
     return {"request_id": await unload_id(services, tenant, model.model_id), "model_id": model.model_id}
 
 
-@router.post("/create_custom_loss")
-async def create_custom_loss(request: Request) -> dict[str, object]:
-    await bodies.receive(request)
-    raise EndpointUnavailable("custom losses run in the client here; use forward_backward_custom with the client-side path")
-
-
 def _check_is_offered(command: Compute) -> None:
     """Raises ValidationFailed for a loss that this wire has no place for."""
-    offered = sorted(name for name, spec in LOSSES.items() if not spec.is_native)
-    if command.loss_fn not in offered:
-        raise ValidationFailed(f"loss_fn: {command.loss_fn[:100]!r} is not implemented; use one of {', '.join(offered)}")
+    if command.custom_loss is None:
+        spec_of(command.loss_fn, [name for name, spec in LOSSES.items() if not spec.is_native])
 
 
 async def _read_pass(request: Request) -> tuple[Head, Compute | TinsmithError]:

@@ -1,17 +1,21 @@
-"""Routes of checkpoints: save, save for sampling, load, and what a checkpoint holds."""
+"""Routes of a model's weights: save, save for sampling, load."""
+
+from typing import Literal
 
 from fastapi import APIRouter, Request
+from pydantic import Field
 
 from tinsmith.gateway import bodies
-from tinsmith.gateway.checkpoints import check_fits, optimizer_type, training_checkpoint
+from tinsmith.gateway.checkpoints import check_fits, checked_ttl, reader_of, training_checkpoint
 from tinsmith.gateway.deps import Services, ServicesDep, TenantDep
 from tinsmith.gateway.metadata import checked_metadata
 from tinsmith.gateway.submission import new_model_id
+from tinsmith.gateway.tinker.refusals import refuse_creation
 from tinsmith.gateway.tinker.submit import submit_creation, submit_turn
 from tinsmith.gateway.tinker.training import OptimizerBody
 from tinsmith.protocol import ids, wire_json
-from tinsmith.protocol.errors import EndpointUnavailable, ValidationFailed
-from tinsmith.protocol.sessions import MAX_TTL_S, MIN_TTL_S, CheckpointRecord, ModelRecord
+from tinsmith.protocol.errors import ValidationFailed
+from tinsmith.protocol.sessions import CheckpointRecord, ModelRecord
 from tinsmith.protocol.training import Kind, LoadWeights, LoraConfig, SaveWeights, SaveWeightsForSampler
 from tinsmith.protocol.wire_json import Body, Count
 
@@ -24,11 +28,6 @@ class SaveBody(Body):
     overwrite: bool = False
     user_metadata: dict[str, object] | None = None
 
-    def checked_ttl(self) -> int | None:
-        if self.ttl_seconds is not None and not MIN_TTL_S <= self.ttl_seconds <= MAX_TTL_S:
-            raise ValidationFailed(f"ttl_seconds: {self.ttl_seconds} is out of bounds; send {MIN_TTL_S} (1 hour) to {MAX_TTL_S} (10 years)")
-        return self.ttl_seconds
-
     def decode(self) -> SaveWeights:
         """Raises ValidationFailed."""
         if self.path is None:
@@ -36,19 +35,21 @@ class SaveBody(Body):
         return SaveWeights(
             name=ids.check_name(self.path, "path"),
             overwrite=self.overwrite,
-            ttl_seconds=self.checked_ttl(),
+            ttl_seconds=checked_ttl(self.ttl_seconds),
             user_metadata=checked_metadata(self.user_metadata),
         )
 
 
 class SaveForSamplerBody(SaveBody):
     sampling_session_seq_id: Count | None = None
-    kind: str = "snapshot"
+    kind: Literal["snapshot", "inflight"] = "snapshot"
 
     def decode_for(self, session_id: str) -> SaveWeightsForSampler:
         """Raises ValidationFailed."""
-        if self.kind != "snapshot":
-            raise ValidationFailed(f"kind: {self.kind[:40]!r} is not implemented; use snapshot")
+        if self.kind == "inflight" and self.path is not None:
+            raise ValidationFailed(
+                "kind: a checkpoint with a name stays as it is; send snapshot, or sampling_session_seq_id in place of path"
+            )
         if (self.path is None) == (self.sampling_session_seq_id is None):
             raise ValidationFailed("path, sampling_session_seq_id: send a name for the checkpoint, or the number of a sampling session")
         sampler_id = None
@@ -57,15 +58,16 @@ class SaveForSamplerBody(SaveBody):
         return SaveWeightsForSampler(
             name=None if self.path is None else ids.check_name(self.path, "path"),
             sampling_session_id=sampler_id,
-            ttl_seconds=self.checked_ttl(),
+            ttl_seconds=checked_ttl(self.ttl_seconds),
             user_metadata=checked_metadata(self.user_metadata),
+            mode=self.kind,
         )
 
 
 class LoadBody(Body):
     """Into an existing model (model_id, seq_id), or into a new one (session_id, model_seq_id) whose first request this is.
 
-    A `weights_access_token` names another account's credential; it is neither read nor kept, and the path is looked up as the caller's.
+    A `weights_access_token` is another account's credential: the path is looked up as that account's. It is not kept.
     """
 
     path: str
@@ -73,15 +75,17 @@ class LoadBody(Body):
     optimizer_config: OptimizerBody = OptimizerBody()
     base_model: str | None = None
     user_metadata: dict[str, object] | None = None
+    weights_access_token: str | None = Field(default=None, repr=False)
 
 
 class NewModelBody(LoadBody):
     session_id: str
     model_seq_id: Count
 
-
-class WeightsInfoBody(Body):
-    tinker_path: str
+    def checked_metadata(self) -> dict[str, str] | None:
+        """Of a body whose optimizer is known. Raises ValidationFailed."""
+        self.optimizer_config.check("optimizer_config.type")
+        return checked_metadata(self.user_metadata)
 
 
 @router.post("/save_weights")
@@ -104,17 +108,6 @@ async def save_weights_for_sampler(request: Request, services: ServicesDep, tena
     return await submit_turn(services, tenant, wire_json.json_head(tree), Kind.SAVE_WEIGHTS_FOR_SAMPLER, build)
 
 
-@router.post("/save_weights_external")
-async def save_weights_external(request: Request, services: ServicesDep, tenant: TenantDep) -> dict[str, object]:
-    """Not offered; the refusal takes the caller's turn, as every refusal does."""
-    tree = await bodies.read_tree(request)
-
-    async def build(_: ModelRecord) -> SaveWeights:
-        raise EndpointUnavailable("save_weights_external is not implemented; use save_weights_for_sampler, which keeps a PEFT adapter")
-
-    return await submit_turn(services, tenant, wire_json.json_head(tree), Kind.SAVE_WEIGHTS, build)
-
-
 @router.post("/load_weights")
 async def load_weights(request: Request, services: ServicesDep, tenant: TenantDep) -> dict[str, object]:
     tree = await bodies.read_tree(request)
@@ -131,23 +124,12 @@ async def load_weights(request: Request, services: ServicesDep, tenant: TenantDe
     return await submit_turn(services, tenant, head, Kind.LOAD_WEIGHTS, build)
 
 
-@router.post("/weights_info")
-async def weights_info(request: Request, services: ServicesDep, tenant: TenantDep) -> dict[str, object]:
-    body = await bodies.read(request, WeightsInfoBody)
-    checkpoint = await services.checkpoint(tenant, body.tinker_path, field="tinker_path")
-    return {
-        "base_model": checkpoint.base_model,
-        "is_lora": True,
-        "lora_rank": checkpoint.lora.rank,
-        "train_unembed": checkpoint.lora.train_unembed,
-        "train_mlp": checkpoint.lora.train_mlp,
-        "train_attn": checkpoint.lora.train_attn,
-        "optimizer_config": {"type": optimizer_type(checkpoint.optimizer)},
-    }
-
-
 async def _load_into_new(services: Services, tenant: str, body: NewModelBody) -> dict[str, object]:
     model_id, rid = await new_model_id(services, tenant, body.session_id, body.model_seq_id)
+    try:
+        metadata = body.checked_metadata()
+    except ValidationFailed as refusal:
+        return await refuse_creation(services, tenant, body.session_id, model_id, refusal)
     checkpoint = await _loadable(services, tenant, body)
     model = ModelRecord(
         tenant=tenant,
@@ -158,14 +140,15 @@ async def _load_into_new(services: Services, tenant: str, body: NewModelBody) ->
         optimizer=checkpoint.optimizer if body.optimizer else None,
         schedule=checkpoint.schedule if body.optimizer else None,
         created_ms=await services.store.now_ms(),
-        user_metadata=checked_metadata(body.user_metadata),
+        user_metadata=metadata,
     )
     return await submit_creation(services, rid, model, _load(body, checkpoint, lora=checkpoint.lora))
 
 
 async def _loadable(services: Services, tenant: str, body: LoadBody) -> CheckpointRecord:
     body.optimizer_config.check("optimizer_config.type")
-    return await training_checkpoint(services, tenant, body.path, base_model=body.base_model, field="path")
+    reader = await reader_of(services, tenant, body.weights_access_token)
+    return await training_checkpoint(services, reader, body.path, base_model=body.base_model, field="path")
 
 
 def _load(body: LoadBody, checkpoint: CheckpointRecord, *, lora: LoraConfig | None) -> LoadWeights:

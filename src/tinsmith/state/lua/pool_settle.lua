@@ -28,7 +28,7 @@ for _, item in ipairs(items) do
     end
     call('SREM', 'pool:held:' .. replica .. '|' .. record.base, item.rid)
     count_running(record.tenant, record.base, -1)
-    settle_record(item.rid, item.state, item.failure, item.size)
+    settle_sample(record, item.state, item.failure, item.size)
     arg_index = item.writes_at
     apply_writes(true)
   else

@@ -1,9 +1,9 @@
 -- Append a sample to the pool lane of its tenant, once; the body lies ready as in submit.
--- ARGV: base, tenant, session, lane, key, kind, rid, digest, size, tokens, max_pending, max_tenant_bytes, trace, reply_to.
+-- ARGV: base, tenant, session, lane, key, kind, rid, digest, size, tokens, max_pending, max_tenant_bytes, trace, reply_to, feed.
 -- Answers {"ok", state, fresh} or {"digest" | "ended" | "pending" | "bytes" | "body"}.
 local base, tenant, session, lane, natural_key, kind = arg(), arg(), arg(), arg(), arg(), arg()
 local rid, digest, size, tokens, max_pending, max_tenant_bytes = arg(), arg(), num(), num(), num(), num()
-local trace, reply_to = arg(), arg()
+local trace, reply_to, feed = arg(), arg(), arg()
 local body = 'body:' .. rid .. ':' .. digest
 local queue = queue_key(tenant, base)
 local record = call('HMGET', 'fut:' .. rid, 'digest', 'state')
@@ -33,8 +33,10 @@ local arrival = call('INCR', 'pool:arrivals')
 call('HSET', 'fut:' .. rid, 'rid', rid, 'tenant', tenant, 'session', session, 'lane', lane, 'seq', natural_key, 'kind', kind,
   'digest', digest, 'state', 'pending', 'submitted_ms', now, 'base', base, 'size', size, 'tokens', tokens, 'attempts', 0, 'token', 0,
   'replica', '', 'arrival', arrival)
+call('ZADD', requests_of_session(tenant, session), now, rid)
 if trace ~= '' then call('HSET', 'fut:' .. rid, 'trace', trace) end
 if reply_to ~= '' then call('HSET', 'fut:' .. rid, 'reply_to', reply_to) end
+if feed ~= '' then call('HSET', 'fut:' .. rid, 'feed', feed) end
 call('HINCRBY', 'bytes', tenant, size)
 call('ZADD', queue, arrival, rid)
 call('ZADD', samples_key(tenant, session), arrival, rid)

@@ -9,7 +9,7 @@ local mine = replica .. '|' .. base
 
 local function sample_row(record)
   return {record.rid, record.tenant, record.digest, tonumber(record.size), tonumber(record.tokens), tonumber(record.token),
-    tonumber(record.attempts), record.trace or '', record.reply_to or ''}
+    tonumber(record.attempts), record.trace or '', record.reply_to or '', record.session}
 end
 
 local function answer_again(rids)

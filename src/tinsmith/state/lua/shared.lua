@@ -7,6 +7,7 @@
 --   lane:{m}            hash of the lane; log:{m} hash seq -> entry; unsettled:{m} zset of the seqs that are pending or running;
 --                       results:{m} set of rids whose result is held (of samples: results:{tenant}|{session})
 --   fut:{rid}           hash of the record (and, of a sample, its place in the pool)
+--   requests:{tenant}|{session}  zset rid -> when it was submitted, of every record of the session
 --   body:{rid}:{digest} command; res:{rid} result; res:new:... result on its way to a settle (expires)
 --   unowned:{base}      zset lane -> last_ms: work and no living owner    owned:{replica}  set of lanes
 --                       (of a lane's hash, `passed`: every seq below it was handed out or given up; one without an entry never comes)
@@ -23,6 +24,7 @@
 --                       arrival; pool:running:{base} hash tenant -> samples under way; pool:takers:{base} set of replicas;
 --                       pool:held:{replica}|{base} set of rids; pool:last:{replica}|{base} last answer
 --   samples:{tenant}|{session}  zset rid -> arrival, of its samples that are pending or running
+--   feed:{tenant}|{feed}        zset rid -> number of the feed's event, of samples that have ended
 --   quota:{name}        zset holder -> end of its lease        budget:{name}    hash of a token bucket: level, at_ms
 local call = redis.call
 local epoch = string.sub(call('GET', 'identity') or '', 1, 8)
@@ -51,15 +53,17 @@ local function alive(replica) return call('EXISTS', 'replica:' .. replica) == 1 
 
 -- Events ---------------------------------------------------------------------------------------------------------------------------
 
+-- Answers the number of the last.
 local function emit_all(topic, payloads)
   local last = call('HINCRBY', 'topics', topic, #payloads)
   for i, payload in ipairs(payloads) do
     local id = string.format('%.0f-%.0f', last - #payloads + i, tonumber(epoch, 16))
     call('XADD', 'topic:' .. topic, 'MAXLEN', '~', TOPIC_LENGTH, id, 'p', payload)
   end
+  return last
 end
 
-local function emit(topic, payload) emit_all(topic, {payload}) end
+local function emit(topic, payload) return emit_all(topic, {payload}) end
 
 -- Appends to a process's inbox, which goes by itself when nobody posts to it any more.
 local function post(topic, kept_ms, messages)
@@ -78,19 +82,31 @@ local function put_record(key, id, value)
   return version
 end
 
--- Reads the writes among the arguments (table, id, "1" or "" for a deletion, value), and applies them if asked to.
+-- Adds to the sum of this hour; the table lists the days of which it has sums.
+local function add_to_sum(key, id, amount)
+  local day = string.format('%.0f', math.floor(now / 86400000))
+  local field = string.format('%.0f/', math.floor(now / 3600000)) .. id
+  local held = call('HGET', key .. '/' .. day, field)
+  local sum = held and tonumber(string.match(held, '^%d+:(.*)$')) or 0
+  put_record(key .. '/' .. day, field, string.format('%.0f', sum + amount))
+  if call('HEXISTS', key, day) == 0 then put_record(key, day, '') end
+end
+
+-- Reads the writes among the arguments (table, id, what: "1" a record, "" its deletion, "+" a sum, then value or amount), and applies
+-- them if asked to.
 local function apply_writes(wanted)
   for _ = 1, num() do
     local key = 'table:' .. arg()
-    local id = arg()
-    local is_put = arg() == '1'
-    local value = arg()
-    if wanted and is_put then put_record(key, id, value) end
-    if wanted and not is_put then call('HDEL', key, id) end
+    local id, what, value = arg(), arg(), arg()
+    if wanted and what == '1' then put_record(key, id, value) end
+    if wanted and what == '' then call('HDEL', key, id) end
+    if wanted and what == '+' then add_to_sum(key, id, tonumber(value)) end
   end
 end
 
 -- Records of commands --------------------------------------------------------------------------------------------------------------
+
+local function requests_of_session(tenant, session) return 'requests:' .. tenant .. '|' .. session end
 
 local function is_terminal(state) return state ~= 'pending' and state ~= 'running' end
 
@@ -320,6 +336,16 @@ local function leave_ring_if_empty(tenant, base)
   call('ZREM', 'pool:ring:' .. base, tenant)
 end
 
+local function feed_key(tenant, feed) return 'feed:' .. tenant .. '|' .. feed end
+
+-- Every end of a sample is written here, and told to who follows its feed.
+local function settle_sample(record, state, failure, result_size)
+  settle_record(record.rid, state, failure, result_size)
+  if record.feed then
+    call('ZADD', feed_key(record.tenant, record.feed), string.format('%.0f', emit('settled', record.feed)), record.rid)
+  end
+end
+
 local function count_running(tenant, base, change)
   if call('HINCRBY', 'pool:running:' .. base, tenant, change) == 0 then call('HDEL', 'pool:running:' .. base, tenant) end
 end
@@ -332,7 +358,7 @@ end
 
 local function end_sample(record, state, failure)
   drop_sample_body(record)
-  settle_record(record.rid, state, failure, -1)
+  settle_sample(record, state, failure, -1)
 end
 
 -- Fails a sample, wherever it stands: in its queue, or with a replica.

@@ -16,6 +16,7 @@ end
 local function write_record(state, extra)
   call('HSET', 'fut:' .. rid, 'rid', rid, 'tenant', tenant, 'session', session, 'lane', lane, 'seq', seq, 'kind', kind,
     'digest', digest, 'state', state, 'submitted_ms', now, unpack(extra))
+  call('ZADD', requests_of_session(tenant, session), now, rid)
 end
 
 local record = call('HMGET', 'fut:' .. rid, 'digest', 'state')

@@ -22,11 +22,15 @@ end
 
 for _, rid in ipairs(batch_of(older_than('settled', record_kept_ms, 'LIMIT', 0, batch))) do
   if free_result(rid) then num_results = num_results + 1 end
-  local lane = call('HMGET', 'lane:' .. (call('HGET', 'fut:' .. rid, 'lane') or ''), 'state', 'closed_ms')
+  local record = call('HMGET', 'fut:' .. rid, 'lane', 'tenant', 'feed')
+  local lane = call('HMGET', 'lane:' .. (record[1] or ''), 'state', 'closed_ms')
   local counts_from = lane[1] == 'open' and now or tonumber(lane[2] or 0)
   if counts_from > now - record_kept_ms then
     call('ZADD', 'settled', counts_from, rid) -- its claim to its seq lives as long as the model; after it, retention begins
   else
+    local owner = call('HMGET', 'fut:' .. rid, 'tenant', 'session')
+    if owner[1] then call('ZREM', requests_of_session(owner[1], owner[2]), rid) end
+    if record[3] then call('ZREM', feed_key(record[2], record[3]), rid) end
     call('DEL', 'fut:' .. rid)
     call('ZREM', 'settled', rid)
     call('ZREM', 'fetched', rid)

@@ -12,6 +12,7 @@ if not fields or fields.tenant ~= tenant then return {'unknown'} end
 if fields.state ~= 'open' then return {'closed'} end
 call('HSET', 'fut:' .. rid, 'rid', rid, 'tenant', tenant, 'session', session, 'lane', lane, 'seq', seq, 'kind', kind,
   'digest', digest, 'state', 'failed', 'submitted_ms', now, 'ended_ms', now, 'failure', failure)
+call('ZADD', requests_of_session(tenant, session), now, rid)
 call('ZADD', 'settled', now, rid)
 emit('settled', rid)
 if seq >= tonumber(fields.passed) and not entry_at(lane, seq) then

@@ -7,15 +7,13 @@ import pytest
 from starlette.requests import ClientDisconnect
 
 from tests.fakes.face import Face
-from tests.unit.gateway.native.bodies import ROUTES, body_of
+from tests.unit.gateway.native.bodies import ROUTES
 from tests.unit.gateway.test_errors import add_route
-from tests.unit.gateway.test_tenants import FOREIGN, UNKNOWN, furnish
 from tinsmith import telemetry
 from tinsmith.gateway.errors import NATIVE_STATUS, TINKER_STATUS, payload_response
 from tinsmith.protocol.envelopes import ErrorPayload
 from tinsmith.protocol.errors import LEAVES, EndpointUnavailable, GateUnavailable, RateLimited, ReasonCode, ValidationFailed
 from tinsmith.protocol.futures import MAX_MESSAGE
-from tinsmith.protocol.ids import WorkKind
 from tinsmith.protocol.native import PREFIX
 
 
@@ -146,20 +144,3 @@ def references(tree: object) -> list[str]:
         own = [value for key, value in tree.items() if key == "$ref"]
         return own + [found for value in tree.values() for found in references(value)]
     return [found for part in tree for found in references(part)] if isinstance(tree, list) else []
-
-
-# Tenants.
-
-
-@pytest.mark.parametrize("path", [path for path in ROUTES if path not in ("/create_session", "/drain")])
-async def test_a_foreign_id_is_an_unknown_id(face: Face, path):
-    await furnish(face)
-    theirs = await face.services.request_id(WorkKind.TRAINING, "other", FOREIGN, 1)
-    answers = []
-    for name, future in ((FOREIGN, theirs), (UNKNOWN, theirs[:9] + "0" * 32)):
-        told = {"SESSION": name, "MODEL": name, "SAMPLER": name, "FUTURE": future}
-        answer = await face.native(path, body_of(path, told))
-        text = answer.text.replace(name, "ID").replace(future, "ID").replace(answer.headers["x-request-id"], "REQUEST")
-        answers.append((answer.status_code, text))
-    assert answers[0] == answers[1]
-    assert answers[0][0] == 404

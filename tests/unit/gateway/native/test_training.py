@@ -103,7 +103,7 @@ async def test_more_sequences_than_a_command_may_have_are_refused(face: Face):
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"loss": "no_such_loss"}, "loss: 'no_such_loss' is not implemented; use one of cross_entropy"),
+        ({"loss": "no_such_loss"}, "loss: 'no_such_loss' is not implemented; use one of cispo, cross_entropy"),
         ({"loss_config": {"beta": 1.0}}, "loss_config: unknown key 'beta'"),
         ({"batch": {"input_ids": [[1], [-1]], "inputs": {"target_tokens": [[1], [1]]}}}, "batch.input_ids[1]: token ids"),
         ({"batch": {"input_ids": [[1], [2, 3]], "inputs": {"target_tokens": [[1], [2]]}}}, "batch.inputs.target_tokens[1]: has 1 rows"),
