@@ -108,7 +108,8 @@ def refused_again(client: "redis.Redis", line: Line, shot: Shot) -> bool:
     answer = line.fire(shot)
     check(shot, answer)
     if answer.is_refusal:
-        assert keys(client) <= before, shot
+        written = keys(client) - before
+        assert not written, f"{shot}\nwrote {written}"
     return answer.is_refusal
 
 

@@ -209,6 +209,7 @@ def cancelled(target: Target) -> None:
                 proxy.add(rule)
             params = types.SamplingParams(max_tokens=64)
             sampler.sample(_prompt(target), 1, params).future().add_done_callback(lambda _: None)
+            _await_posts(proxy, 1)
             dropped = sampler.sample(_prompt(target), 1, params)
             _await_posts(proxy, 2)
             dropped.future().cancel()
