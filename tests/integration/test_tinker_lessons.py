@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 
 from tests.model_cache import SMOLLM2_NAME, tiny_model
 from tests.server_process import ServerProcess
@@ -50,13 +49,3 @@ def steps_of(output: str) -> list[int]:
 )
 def test_a_lesson_keeps_what_it_says(server: ServerProcess, lesson: str, options: list[str], num_steps: int) -> None:
     assert steps_of(run(lesson, options, {"TINKER_BASE_URL": server.url})) == list(range(1, num_steps + 1))
-
-
-def test_the_lesson_about_crashes_kills_a_trainer_and_a_server(tmp_path: Path) -> None:
-    path = tmp_path / "server.yaml"
-    path.write_text(yaml.safe_dump(config(tmp_path / "checkpoints")))
-    output = run("304_resume_after_kill", ["--config", str(path)], {})
-    assert steps_of(output) == [1, 2, 3]
-    digests = [line for line in output.splitlines() if line.startswith("   weights ")]
-    assert len(digests) == 3
-    assert len(set(digests)) == 1
