@@ -38,7 +38,7 @@ def sample(num_tokens: int, max_tokens: int | None) -> Sample:
 @pytest.mark.proves("R45")
 @pytest.mark.parametrize(
     ("num_tokens", "max_tokens", "fits"),
-    [(60, 4, True), (60, 10**30, True), (64, 1, True), (64, None, True), (65, 1, False), (0, 1, False)],
+    [(60, 4, True), (60, 2**31 - 1, True), (64, 1, True), (64, None, True), (65, 1, False), (0, 1, False)],
 )
 def test_a_prompt_may_fill_the_context_and_no_more(num_tokens, max_tokens, fits):
     if fits:
