@@ -11,8 +11,9 @@ from fastapi import APIRouter, Request
 from pydantic import AwareDatetime
 
 from tinsmith.gateway.deps import Services, ServicesDep, TenantDep
+from tinsmith.gateway.readable import own_checkpoints
 from tinsmith.gateway.tinker.queries import read_query, text_of
-from tinsmith.gateway.tinker.session_admin import live_checkpoints, num_bytes_of, owner_urn
+from tinsmith.gateway.tinker.session_admin import num_bytes_of, owner_urn
 from tinsmith.protocol.errors import ValidationFailed
 from tinsmith.protocol.sessions import CheckpointRecord, SessionRecord
 from tinsmith.protocol.wire_json import Body
@@ -94,7 +95,7 @@ async def current_storage(request: Request, services: ServicesDep, tenant: Tenan
     query = read_query(request.query_params, StorageQuery)
     projects = {record.session_id: record.project_id for record in await services.catalog.sessions(tenant)}
     by_project: defaultdict[str | None, list[CheckpointRecord]] = defaultdict(list)
-    for record in await live_checkpoints(services, tenant):
+    for record in await own_checkpoints(services, tenant):
         by_project[projects.get(record.session_id)].append(record)
     wanted = [project for project in by_project if query.project_id in (None, project)]
     rows = [

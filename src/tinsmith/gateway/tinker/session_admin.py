@@ -14,6 +14,7 @@ from pydantic import AwareDatetime, Field
 
 from tinsmith.gateway import bodies
 from tinsmith.gateway.deps import Services, ServicesDep, TenantDep
+from tinsmith.gateway.readable import own_checkpoints
 from tinsmith.gateway.tinker.queries import MAX_PAGE, check_scope, ms_of, number, text_of
 from tinsmith.protocol import ids
 from tinsmith.protocol.errors import NotFound, StateContention
@@ -208,15 +209,9 @@ def _summary(record: SessionRecord, stored: _Stored) -> dict[str, object]:
     }
 
 
-async def live_checkpoints(services: Services, tenant: str) -> list[CheckpointRecord]:
-    """Those that have not expired."""
-    now_ms = await services.store.now_ms()
-    return [record for record in await services.catalog.checkpoints(tenant) if record.expires_ms is None or record.expires_ms > now_ms]
-
-
 async def _stored(services: Services, tenant: str) -> dict[str, _Stored]:
     by_session: defaultdict[str, list[CheckpointRecord]] = defaultdict(list)
-    for record in await live_checkpoints(services, tenant):
+    for record in await own_checkpoints(services, tenant):
         by_session[record.session_id].append(record)
     return {session_id: _Stored(len(records), num_bytes_of(records)) for session_id, records in by_session.items()}
 
