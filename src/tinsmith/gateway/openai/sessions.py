@@ -10,6 +10,7 @@ import uuid
 
 from tinsmith.gateway.deps import Services
 from tinsmith.gateway.openai.served import ServedModel
+from tinsmith.gateway.sessions import open_session
 from tinsmith.protocol import ids
 from tinsmith.protocol.errors import NotFound
 from tinsmith.protocol.sessions import SamplerRecord, SessionRecord
@@ -62,9 +63,8 @@ async def _begin(services: Services, tenant: str, seen: Held, now_ms: int) -> st
     if current != wanted and await _is_live(services, current, now_ms):
         return current.session_id
     session_id = wanted.session_id
-    await services.catalog.add_session(
-        SessionRecord(tenant=tenant, session_id=session_id, created_ms=now_ms, tags=[FACE], display_name=DISPLAY_NAME)
-    )
+    record = SessionRecord(tenant=tenant, session_id=session_id, created_ms=now_ms, tags=[FACE], display_name=DISPLAY_NAME)
+    await open_session(services, record)
     return session_id
 
 

@@ -17,6 +17,8 @@ from tinsmith.lifecycle.sessions import SessionSweep
 from tinsmith.protocol.errors import StateContention
 from tinsmith.protocol.futures import FutureRecord, Outcome, State
 from tinsmith.protocol.sessions import BaseModelInfo, CheckpointKind, SessionRecord
+from tinsmith.state.audit import AuditEvent, AuditLog
+from tinsmith.state.days import day_of
 from tinsmith.state.inbox import SampleAbort
 from tinsmith.state.lanes import Role, work_topic
 
@@ -205,6 +207,8 @@ async def test_all_requests_of_a_tenant_share_a_session_and_its_samplers(scene: 
         await scene.asked(PATH, prompt=[5], model=model)
     (session,) = await sessions(scene)
     assert (session.tags, session.tenant) == ([FACE], "local")
+    noted = await AuditLog(scene.face.store, "local").day(day_of(session.created_ms))
+    assert [entry.subject for entry in noted if entry.event is AuditEvent.SESSION_CREATE] == [session.session_id]
     assert len(await scene.face.services.catalog.samplers("local")) == 2
 
 
