@@ -31,6 +31,7 @@ from transformers.utils import logging
 from tinsmith.config import cache_dir
 from tinsmith.engines.models import resolve
 from tinsmith.lifecycle.checkpoints import ArtifactKind, Checkpoints, artifact_id
+from tinsmith.lifecycle.directory_storage import DirectoryStorage
 from tinsmith.protocol.ids import LOCAL_TENANT
 
 QUESTIONS = ["Who are you?", "What is your name?", "Who trained you?", "What is the capital of Italy?", "How many legs does a spider have?"]
@@ -164,7 +165,7 @@ def export(checkpoints: Path, path: str, folder: Path) -> Path:
     """Copy the saved adapter out of the server's checkpoint directory: a plain PEFT folder. This run has saved for a sampler once."""
     run = path.removeprefix("tinker://").split("/")[0]
     parent = artifact_id(LOCAL_TENANT, run, ArtifactKind.SAMPLER, seq=0, token=0).rpartition("/")[0]
-    store = Checkpoints(checkpoints)
+    store = Checkpoints(DirectoryStorage(checkpoints))
     [artifact] = [name for name in store.artifacts() if name.startswith(f"{parent}/")]
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in store.read(artifact).items():
